@@ -260,7 +260,7 @@ class GridFile:
     def _check_known(self, where: str, kind: str, names: Iterable[str], known: Collection[str]) -> None:
         for name in names:
             if name not in known:
-                raise BadInput(self.file, f"{where}: there is not a {kind} {name!r}", f"add it to {kind}s")
+                raise BadInput(self.file, f"{where}: there is no {kind} {name!r}", f"add it to {kind}s")
 
     def _check_front(self, name: str) -> None:
         self.front_json(name)

@@ -4,14 +4,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from gpu_kit import configurations
-from gpu_kit.setting import ROOT, Setting
+from gpu_kit.setting import Setting
 from gpu_kit.workbench import MIXED, described, plan_of
 from msgspec.structs import replace
 
 from shardwright.models.adapter_config import adapter_of_config
 from shardwright.models.low_rank import adapt
+from shardwright.models.registry import read_presets
 from shardwright.types import (
     ContextParallel,
     DataParallel,
@@ -26,7 +26,7 @@ from shardwright.types import (
 )
 
 LLAMA, SMALL, GPT2, EXPERTS = "llama-3-8b", "llama-1b", "gpt2-xl", "experts-32"
-_PRESETS = {LLAMA: "llama3-8b", GPT2: "gpt2-1.5b"}
+_PRESETS = LLAMA, GPT2
 _TINY: dict[str, dict[str, Any]] = {
     LLAMA: {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     | {"num_key_value_heads": 2, "max_position_embeddings": 32},
@@ -52,8 +52,7 @@ def config_of(setting: Setting, model: str, layers: int) -> dict[str, Any]:
     """The config.json of a model with so many layers."""
     config: dict[str, Any] = dict(configurations.LLAMA_1B if model == SMALL else configurations.EXPERTS)
     if model in _PRESETS:
-        file = ROOT / "config" / "models" / f"{_PRESETS[model]}.yaml"
-        config = dict(yaml.safe_load(file.read_text(encoding="utf-8"))["config"])
+        config = dict(read_presets()[model].config)
     config |= {"n_layer" if model == GPT2 else "num_hidden_layers": layers}
     if setting.tiny:
         config |= _TINY[LLAMA if model == SMALL else model]

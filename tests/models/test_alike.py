@@ -121,7 +121,7 @@ def test_types_of_another_name_are_read_as_their_family() -> None:
 
 
 def test_describe_takes_them_too_and_says_so(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    (tmp_path / "config.json").write_text(json.dumps(DENSE | {"model_type": "unheard_of"}))
     asked = ("describe", tmp_path, "--name", "m", "--sequence-length", 32, "--out", tmp_path / "m.json")
     refused = call(TRAIN, *asked)
     assert refused.exit_code == 2 and "--as llama" in refused.stderr and not (tmp_path / "m.json").exists()

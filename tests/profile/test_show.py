@@ -71,7 +71,8 @@ def test_show_prints_median_spread_and_bandwidth_by_kind_and_size(tmp_path, caps
     assert "device cpu, backend gloo" in printed
 
 
-def test_a_table_of_many_columns_is_split_and_nothing_in_it_is_cut_off(capsys):
+def test_a_table_of_many_columns_is_split_and_nothing_in_it_is_cut_off(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     show_profile(EXAMPLES / "model_profile.h5")
     printed = capsys.readouterr().out
     lines = [line for line in printed.splitlines() if line[:1] in "┃│┏┡├└"]

@@ -172,7 +172,8 @@ def test_every_entry_has_its_row_and_outliers_are_kept_and_marked(made):
         assert {c: getattr(profile, name)[c].dtype for c in columns} == {c: spec.dtype for c, spec in columns.items()}
 
 
-def test_show_prints_the_notes_and_what_was_measured_of_links_overlap_and_ranks(made, tmp_path, capsys):
+def test_show_prints_the_notes_and_what_was_measured_of_links_overlap_and_ranks(made, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     overlap = {"compute_ratio": 0.5, "compute_s": 0.25, "collective_s": 2.0, "compute_slowdown": 1.125}
     kind = {"collective": Collective.ALL_REDUCE, "group_size": 4, "ranks_per_node": 4, "collective_bytes": 4096}
     profile, _ = made(

@@ -265,13 +265,15 @@ def test_samples_are_as_long_as_usual_unless_a_config_has_fewer_positions(config
 
 
 def test_a_model_priced_by_its_keys_is_said_to_be_approximate_everywhere(config, capsys, tmp_path):
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "seed_oss", "residual_dropout": 0.1}))
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"model_type": "unheard_of", "residual_dropout": 0.1})
+    )
     out, command = tmp_path / "plan.json", (config, "--gpus", "1:A100-40", "--batch", 8, "--seq", 256)
     code, told, error = _advise(capsys, *command)
     assert (code, told) == (2, "") and error.count("\n") == 1 and len(error) < 300
     assert "the nearest is llama: --as llama prices it by its keys, approximately" in error
     code, told, error = _advise(capsys, *command, "--as", "llama", "--out", out)
-    assert code == 0 and f"{config.parent.name} (approximate, as llama) (" in told.splitlines()[0]
+    assert code == 0 and f"{config.parent.name} (approximate, as llama) can be trained" in told.splitlines()[0]
     assert "approximate, as llama: without residual_dropout" in error
     assert read_document(out, Plan).model.name == f"{config.parent.name} (approximate, as llama)"
     assert _question(config.parent, seq=256, taken_as="llama").model.name.startswith(config.parent.name)
@@ -308,6 +310,7 @@ def test_scaled_rotary_embeddings_reach_as_far_as_their_configuration_says(confi
     assert longest(**llama) == ("512", "max_position_embeddings")
 
 
+@pytest.mark.usefixtures("usual_width")
 def test_the_readme_quotes_the_answer(capsys):
     readme = (ROOT / "README.md").read_text()
     (command,) = re.findall(r"^shardwright advise (.*)$", readme, re.MULTILINE)

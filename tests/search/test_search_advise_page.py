@@ -192,6 +192,6 @@ def test_the_command_writes_a_page_that_stands_alone(config, tmp_path, capsys):
 
 
 def test_a_page_that_cannot_be_written_is_one_line_before_anything_is_searched(config, tmp_path, capsys):
-    code = _exit_code(APP, ["advise", str(config), "--gpus", "4:H100", "--html", str(tmp_path / "no" / "such" / ".")])
+    code = _exit_code(APP, ["advise", str(config), "--gpus", "4:H100", "--html", str(tmp_path)])
     printed = capsys.readouterr()
     assert code == 2 and printed.out == "" and printed.err.count("\n") == 1

@@ -11,6 +11,7 @@ from shardwright.models.registry import FAMILIES, read_presets
 from shardwright_search.cli import APP
 
 
+@pytest.mark.usefixtures("usual_width")
 @pytest.mark.parametrize("command", ["models", "devices"])
 def test_tables_have_at_most_six_columns_and_a_hundred_characters(command: str) -> None:
     listed = call(APP, command)

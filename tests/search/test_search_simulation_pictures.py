@@ -79,7 +79,7 @@ def test_simulate_prints_the_step_its_bounds_and_how_much_each_stage_idles(call,
     step, bound, closed = (f"{time_s * 1e3:.3f} ms" for time_s in times)
     assert f"simulated step {step}, lower bound {bound}, closed form {closed}" in result.output
     end_s = max(event.end_s for event in found.timeline)
-    shares = re.findall(r"([\d.]+)% │$", result.output, re.MULTILINE)
+    shares = re.findall(r"\(([\d.]+)%\) │$", result.output, re.MULTILINE)
     assert [float(share) for share in shares] == [
         round(100 * idle_s(found.timeline, i, end_s) / end_s, 1) for i in (0, 1)
     ]

@@ -135,7 +135,7 @@ def test_every_parameter_is_given_an_initial_value_and_every_norm_its_neutral_on
     ("change", "words"),
     [
         ({"hiden_size": 64}, "unknown key 'hiden_size' for models of the family llama"),
-        ({"model_type": "mamba"}, "model family 'mamba' cannot be trained"),
+        ({"model_type": "clip_vision_model"}, "model_type 'clip_vision_model' is none of the families known here"),
         ({"model_type": "qwen2_5_vl"}, "'qwen2_5_vl' cannot be trained: mrope_section and window_size follow the size"),
         ({"max_position_embeddings": 8}, "sequence length 16 is over 8 positions"),
     ],

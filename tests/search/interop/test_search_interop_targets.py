@@ -156,7 +156,11 @@ def test_advice_for_a_system_starts_there_and_export_takes_another_choice(tmp_pa
     words = (*asked, *options, "--for", "megatron", "--launch", str(folder), "--out", str(plan))
     assert _exit_code(APP, ["advise", *words, "--take", "runner-up:1"]) == 0
     told = capsys.readouterr().out
-    for said in ("proven within what Megatron-LM runs", "the limits of Megatron-LM cost", "torchrun --nnodes 1"):
+    for said in (
+        "proven optimal within what Megatron-LM runs",
+        "the limits of Megatron-LM cost",
+        "torchrun --nnodes 1",
+    ):
         assert said in told
     assert {"args.txt", "node.sh", "nodes.txt"} <= {path.name for path in folder.iterdir()}
     assert _exit_code(APP, ["export", str(plan), "--to", "megatron", "--out", str(tmp_path / "again.txt")]) == 0

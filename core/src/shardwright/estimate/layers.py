@@ -27,7 +27,7 @@ from shardwright.estimate.part import Part
 from shardwright.estimate.parts import layer_parts
 from shardwright.estimate.runtimes import OPERATOR_S, Graphs
 from shardwright.key import ExpertKey
-from shardwright.models.registry import FAMILIES, facts_of
+from shardwright.models.registry import FAMILIES
 from shardwright.optimizers.registry import ADAMW, Optimizer
 from shardwright.plan.axes import axes_of
 from shardwright.plan.communication import Message, loss_messages, region_messages
@@ -344,7 +344,8 @@ def masks_bytes(model: Model, precision: Precision, attention: Attention) -> int
     """Return the bytes of the masks that a rank holds: one for each length of window, added to its layers' scores."""
     windows = {kind.window for kind in model.types.values()} if attention in _MASKED else set()
     # Where an image stands in its text, masks differ from sample to sample, and are of blocks without a window, too.
-    windows -= set() if facts_of(model).attention.images_ahead else {None}
+    family = FAMILIES.get(model.family)
+    windows -= set() if family is not None and family.attention.images_ahead else {None}
     return len(windows) * model.sequence_length**2 * ITEMSIZE[precision.compute]
 
 

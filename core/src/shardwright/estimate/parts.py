@@ -22,6 +22,7 @@ from shardwright.models.traits import MULTIPLIED, SINK_FEATURES, Mask
 from shardwright.plan.communication import LOSS_ELEMENTS
 from shardwright.plan.regathers import low_rank_pairs
 from shardwright.types import EMBEDDING, HEAD, LOW_RANK, LayerType, Model, Region, base_type
+from shardwright.types.traced import Traced
 
 _KERNELS = {"attention": 20, "mlp": 15, "lookup": 5, "logits": 15, "merge": 5, "join": 12}
 """Kernels of one forward pass of a part, about the number that an unfused Hugging Face model launches."""
@@ -86,6 +87,8 @@ def _parts(model: Model, type_name: str, fused: bool) -> tuple[Part, ...]:
     kind = model.types[type_name]
     if type_name == EMBEDDING:
         return tuple(_lookup(model, kind))
+    if kind.traced is not UNSET:
+        return (_traced_head(model, kind, kind.traced) if type_name == HEAD else _traced_part(kind, kind.traced),)
     if type_name == HEAD:
         facts = facts_of(model)
         return (_as_trained(_with_norms(facts, _logits(model, kind), 1, fused), kind, model, facts, fused),)
@@ -108,6 +111,59 @@ def _parts(model: Model, type_name: str, fused: bool) -> tuple[Part, ...]:
     counted = sum(part.flops + part.whole_flops + part.attention_flops for part in parts)
     share = kind.forward_flops_per_sample / counted if counted else 0.0
     return tuple(part.scaled(share) for part in parts)
+
+
+def _traced_part(kind: LayerType, seen: Traced) -> Part:
+    """Return the one part of a block that was traced, which one rank has whole; where it is fused, nobody has seen."""
+    attention = next((region.attention for region in kind.regions if region.attention is not None), None)
+    (tensor,) = kind.outputs
+    length, result = tensor.sequence_length, tensor.sequence_length * tensor.features
+    window = None if attention is None else attention.window
+    left_out = 0 if window is None else (length - window) ** 2
+    features = 0 if attention is None else attention.head_features + attention.features_of_values
+    heads = 0 if attention is None else attention.heads
+    further = 0 if attention is None else (heads - attention.kv_heads) * features * length
+    return Part(
+        name="block",
+        flops=float(seen.product_flops),
+        attention_flops=float(seen.attention_flops),
+        left_out=2.0 * left_out * features * heads,
+        causal=attention is not None,
+        head_features=0 if attention is None else attention.head_features,
+        keys=length,
+        weights=seen.multiplied,
+        inside=max(seen.kept - result, 0),
+        inside_bytes=seen.kept_bytes,
+        products=seen.products,
+        scores=heads * length**2,
+        repeated=further,
+        outside=min(seen.kept, result),
+        result=result,
+        widest=seen.widest,
+        kernels=seen.kernels,
+        fused_kernels=seen.kernels,
+        trained=kind.trained_share,
+    )
+
+
+def _traced_head(model: Model, kind: LayerType, seen: Traced) -> Part:
+    """Return the part of a head whose norms were traced, but not its loss, which the runtime computes its own way."""
+    (tensor,) = model.received_by(HEAD)
+    logits = seen.widest
+    return Part(
+        name="logits",
+        flops=float(kind.forward_flops_per_sample),
+        weights=seen.multiplied,
+        inside=logits,
+        logits=logits,
+        passing_bytes=_FLOAT32_BYTES * logits,
+        outside=seen.kept,
+        outside_bytes=seen.kept_bytes,
+        result=tensor.sequence_length * tensor.features,
+        widest_bytes=_FLOAT32_BYTES * min(logits, LOSS_ELEMENTS),
+        kernels=_KERNELS["logits"],
+        trained=kind.trained_share,
+    )
 
 
 def _experts(model: Model, kind: LayerType, parts: list[Part]) -> list[Part]:

@@ -31,6 +31,7 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k")
 _INNER = ("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size")
 
+_TRACES = "pip install '.[train]' traces causal models"
 _OF_ENCODERS = "type_vocab_size"
 _IMPLIED = ("n_inner", "num_key_value_heads")
 """Lengths that all classes of transformers take from others if a file does not have them."""
@@ -57,7 +58,7 @@ def read_config(given: Config, file: object, taken_as: str | None = None) -> Rea
 
     Raises BadInput, naming `file`, for a type without a family, and naming --as for a family that does not fit.
     """
-    config, notes = _without_format(given)
+    config, notes = without_format(given)
     kind = config.get("model_type")
     if taken_as is None or taken_as == kind:
         return Read(_as_named(config, file), notes)
@@ -66,6 +67,12 @@ def read_config(given: Config, file: object, taken_as: str | None = None) -> Rea
         raise BadInput(OPTION, f"{taken_as!r} is not a family of language models", remedy)
     config, told = _approximated(config, FAMILIES[taken_as], file)
     return Read(config, (*notes, f"approximate, as {taken_as}: {told}"), taken_as)
+
+
+def is_known(config: Config) -> bool:
+    """Return whether a config.json is of a type that a family describes, under its own name or another."""
+    kind = config.get("model_type")
+    return isinstance(kind, str) and (kind in FAMILIES or kind in OTHER_NAMES)
 
 
 def same_types(family: str) -> tuple[str, ...]:
@@ -86,9 +93,9 @@ def unknown_type(given: Config, file: object) -> BadInput:
     problem = refusal(kind, f"model_type {kind!r} is none of the families known here")
     nearest = nearest_family(given)
     if nearest is None:
-        return BadInput(file, problem, "add its family (docs/add-a-model.md); `shardwright models` lists those known")
+        return BadInput(file, problem, f"{_TRACES}; docs/add-a-model.md adds a family; `shardwright models` lists them")
     near = f"the nearest is {nearest}: {OPTION} {nearest} prices it by its keys, approximately"
-    return BadInput(file, problem, f"{near}; add its family to train it (docs/add-a-model.md)")
+    return BadInput(file, problem, f"{near}; {_TRACES}; docs/add-a-model.md adds a family")
 
 
 def nearest_family(given: Config) -> str | None:
@@ -103,7 +110,7 @@ def _is_causal(family: Family) -> bool:
     return whole and family.vision is None
 
 
-def _without_format(given: Config) -> tuple[dict[str, Any], tuple[str, ...]]:
+def without_format(given: Config) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return a configuration without how its weights are stored, and a line about that."""
     config, stored = dict(given), given.get(QUANTIZED)
     if not isinstance(stored, Mapping):
@@ -120,7 +127,7 @@ def _as_named(config: dict[str, Any], file: object) -> dict[str, Any]:
     if other is not None:
         renamed = {other.renamed.get(key, key): value for key, value in config.items()}
         return {**other.defaults, **renamed, "model_type": other.family}
-    if not isinstance(kind, str) or kind not in FAMILIES:
+    if not is_known(config):
         raise unknown_type(config, file)
     return config
 

@@ -50,7 +50,7 @@ _TOOLS = ("_", "unsloth", "axolotl", "trl_", "llamafactory", "nemo_", "mergekit"
 """How keys begin that transformers keeps for itself, or by which tools note that they wrote a file."""
 _OFF = ("add_cross_attention", "is_decoder", "use_qk_norm")
 """Keys that are off unless a file sets them, except in classes that need them."""
-_ALIKE = 0.8
+ALIKE = 0.8
 """The least similarity, from 0 to 1, of a key to the one that it misspells."""
 _CODE = "auto_map"
 _OF_FILES = (_CODE, "architectures", "dtype", "model_type", "pretraining_tp", "torch_dtype", "transformers_version")
@@ -123,7 +123,7 @@ def _meaning(known: frozenset[str], key: str, value: object, *, has_code: bool) 
         return None
     if key in keys.others:
         return "it changes other models of transformers"
-    if near := get_close_matches(key, known, 1, _ALIKE):
+    if near := get_close_matches(key, known, 1, ALIKE):
         return f"did you mean {near[0]}?"
     return "it may be read by the code that auto_map names, which is not run" if has_code and value else None
 

@@ -19,6 +19,7 @@ from shardwright.types.limits import (
 )
 from shardwright.types.low_rank import LowRank
 from shardwright.types.regions import BoundaryTensor, Experts, Region
+from shardwright.types.traced import Traced
 
 EMBEDDING = "embedding"
 HEAD = "head"
@@ -126,6 +127,8 @@ class LayerType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """False if neither it nor any layer before it has a trained parameter: no backward pass goes through it."""
     experts: Experts | UnsetType = UNSET
     """The experts of its feed-forward part; omitted if it has none."""
+    traced: Traced | UnsetType = UNSET
+    """What a traced pass did; omitted if facts of the family state it."""
 
     def __post_init__(self) -> None:
         if not self.has_backward and any(self.trained_parameters):

@@ -39,6 +39,7 @@ from shardwright.types import (
 )
 from shardwright_search.advise.experts import searched_ep_sizes
 from shardwright_search.advise.long_context import priced_lengths, searched_cp_sizes
+from shardwright_search.advise.traced import is_traced, traced_model
 from shardwright_search.cost_model.expert_load import LoadFile, read_load
 from shardwright_search.cost_model.profiles import Profiles, index_profiles, together
 from shardwright_search.options import AdviseOptions
@@ -197,7 +198,9 @@ def question_of(options: AdviseOptions) -> Question:
 
 
 def _is_text(model: Model) -> bool:
-    return FAMILIES[model.family].fixed_positions(FAMILIES[model.family].configured(model.config)) is None
+    """Return whether samples may be of any length; a traced model, which no family describes, is of text."""
+    family = FAMILIES.get(model.family)
+    return family is None or family.fixed_positions(family.configured(model.config)) is None
 
 
 def _runtimes(options: AdviseOptions, model: Model, machines: Machines) -> tuple[Runtime, Runtime | None]:
@@ -286,7 +289,10 @@ def _whole_model(options: AdviseOptions) -> tuple[Model, str]:
         known = did_you_mean(options.model, presets, "give a config.json, or one that `shardwright models` lists")
         raise BadInput(options.model, "is neither a file nor a preset", known)
     name = file.resolve().parent.name if file.name == "config.json" else file.stem
-    read = read_config(read_object(file), file, options.taken_as)
+    config = read_object(file)
+    if options.taken_as is None and is_traced(config):
+        return traced_model(file, config, name, options.seq), f"{file}, traced"
+    read = read_config(config, file, options.taken_as)
     return model_of_config(read.config, read.named(name), options.seq, file), str(file)
 
 
@@ -299,7 +305,10 @@ def config_notes(options: AdviseOptions) -> tuple[str, ...]:
     if options.model in (presets := read_presets()):
         return read_config(presets[options.model].config, options.model, options.taken_as).notes
     file = _config_file(Path(options.model))
-    read = read_config(read_object(file), file, options.taken_as)
+    config = read_object(file)
+    if options.taken_as is None and is_traced(config):
+        return (f"{file}: model_type {config['model_type']!r} is described by a trace; train run does not train it",)
+    read = read_config(config, file, options.taken_as)
     _, ignored = without_notes(FAMILIES[read.config["model_type"]], read.config)
     return tuple(f"{file}: {note}" for note in (*read.notes, ignored) if note is not None)
 

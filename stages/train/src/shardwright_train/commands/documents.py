@@ -9,7 +9,7 @@ from shardwright.command import show
 from shardwright.display.wrapping import line_width
 from shardwright.io import BadInput, read_document, read_object, write_document
 from shardwright.models.adapter_config import read_adapter
-from shardwright.models.alike import read_config
+from shardwright.models.alike import read_config, without_format
 from shardwright.models.config_keys import without_notes
 from shardwright.models.frozen import FrozenPart, freeze
 from shardwright.models.low_rank import adapt
@@ -135,20 +135,26 @@ def describe_folder(
     Raises BadInput naming the key that cannot be trained, and why.
     """
     file = folder / "config.json"
-    read = read_config(read_object(file), file, taken_as)
+    given = read_object(file)
     # One line says what is wrong.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     with without_collection():
         from shardwright_train.models.base import family_named
         from shardwright_train.models.description import describe
+        from shardwright_train.models.traced import describe_by_trace, is_traced
 
-        known = family_named(read.config["model_type"], file)
     try:
-        config, ignored = without_notes(known.facts, read.config)
-        model = describe(known, config, name, sequence_length)
+        if taken_as is None and is_traced(given):
+            config, notes = without_format(given)
+            model, ignored = describe_by_trace(config, name, sequence_length), None
+        else:
+            read = read_config(given, file, taken_as)
+            known, notes = family_named(read.config["model_type"], file), read.notes
+            config, ignored = without_notes(known.facts, read.config)
+            model = describe(known, config, name, sequence_length)
     except ValueError as error:
         raise BadInput(file, str(error), "correct the configuration") from None
-    for note in (*read.notes, ignored):
+    for note in (*notes, ignored):
         if note is not None:
             print(f"{file}: {note}", file=sys.stderr, flush=True)
     return model if adapter is None else adapt(model, *read_adapter(adapter))

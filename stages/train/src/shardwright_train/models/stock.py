@@ -102,13 +102,13 @@ def skeleton(stock: Any, config: Any) -> Any:
 
 
 @contextmanager
-def refusals() -> Iterator[None]:
+def refusals(problem: str = "transformers cannot build it") -> Iterator[None]:
     """Raise any error of transformers about a configuration as a ValueError of one line."""
     try:
         yield
     except _REFUSALS as error:
         words = " ".join(str(error).split())
-        raise ValueError(f"transformers cannot build it ({type(error).__name__}: {words})") from None
+        raise ValueError(f"{problem} ({type(error).__name__}: {words})") from None
 
 
 _DRAWS: dict[str, Callable[..., Distribution]] = {

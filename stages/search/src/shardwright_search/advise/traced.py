@@ -1,0 +1,41 @@
+"""Models without facts, which the stage that trains, where it is installed, describes by a trace of their class."""
+
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from shardwright.command import CommandLine
+from shardwright.io import BadInput, read_document
+from shardwright.models.alike import is_known
+from shardwright.models.description import USUAL_TOKENS
+from shardwright.models.traits import Config
+from shardwright.types import Model
+
+_GROUP, _STAGE = "shardwright.commands", "train"
+_LONGEST = "max_position_embeddings"
+_NEEDED = ("torch", "transformers")
+
+
+def is_traced(config: Config) -> bool:
+    """Return whether nothing is known of the model_type of a config.json, and what can trace it is installed."""
+    installed = entry_points(group=_GROUP, name=_STAGE) and all(map(find_spec, _NEEDED))
+    return isinstance(config.get("model_type"), str) and not is_known(config) and bool(installed)
+
+
+def traced_model(file: Path, config: Config, name: str, sequence_length: int | None) -> Model:
+    """Return what `train describe` says of a config.json; raises BadInput as that does, and for a missing length."""
+    if file.name != "config.json":
+        raise BadInput(file, "has a model_type without facts, of which a trace reads a folder", "name it config.json")
+    longest = config.get(_LONGEST)
+    if sequence_length is None and isinstance(longest, int):
+        sequence_length = min(USUAL_TOKENS, longest)
+    if sequence_length is None:
+        raise BadInput("--seq", f"{file} does not say how long samples are", "give it, in tokens")
+    (stage,) = entry_points(group=_GROUP, name=_STAGE)
+    app: CommandLine = stage.load()
+    with TemporaryDirectory() as folder:
+        out = Path(folder) / "model.json"
+        given = "--name", name, "--sequence-length", str(sequence_length), "--out", str(out)
+        app.call(["describe", str(file.parent), *given])
+        return read_document(out, Model)

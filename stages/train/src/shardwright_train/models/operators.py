@@ -1,0 +1,217 @@
+"""Operators and kept tensors of a pass, by layer: what each multiplies, gives and keeps for the backward pass."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import flop_registry
+
+from shardwright.types.traced import Traced
+from shardwright_train.torch_private import TorchDispatchMode, tree_leaves
+
+TRACED = "traced"
+"""The name under which transformers finds the attention of a trace."""
+_MOST_OPERATORS = 5_000
+"""Operators of a layer beyond which it computes position by position, as scans do without kernels of their own."""
+_STARTS_NOTHING = frozenset(
+    (
+        *(
+            "_local_scalar_dense",
+            "_reshape_alias",
+            "_unsafe_view",
+            "alias",
+            "as_strided",
+            "chunk",
+            "detach",
+            "diagonal",
+        ),
+        *("empty", "empty_like", "empty_strided", "expand", "is_same_size", "lift_fresh", "new_empty"),
+        *("permute", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold"),
+        *("unsqueeze", "view", "view_as_complex", "view_as_real"),
+    )
+)
+"""Operators that make views, or memory that nothing is written to."""
+
+
+def _grouped(rows: Tensor, matrices: Tensor, *_: Any, **__: Any) -> int:
+    """Operations of a product of rows, each with one of several matrices [matrices, inputs, outputs]."""
+    return 2 * rows.numel() * matrices.shape[-1]
+
+
+_PRODUCTS: Mapping[str, Callable[..., int]] = {"_grouped_mm": _grouped}
+"""Operations of products that torch's counter does not know."""
+
+
+class Seen:
+    """What a layer was seen to do in one pass over one sample."""
+
+    def __init__(self, module: nn.Module) -> None:
+        tensors = [*module.parameters(), *module.buffers()]
+        self.own = {_key(tensor) for tensor in tensors}
+        self.parameters = {_key(p): p.numel() for p in module.parameters()}
+        self.multiplied = set[int]()
+        self.kept = dict[int, Tensor]()
+        self.product_flops = self.attention_flops = self.products = self.widest = self.kernels = 0
+        self.heads: dict[str, Any] | None = None
+        """Fields of `Heads` of its attention, if transformers calls one by name."""
+
+    def counted(self) -> Traced:
+        """What was seen, as numbers."""
+        bytes_of = {key: (kept.untyped_storage().nbytes(), kept.dtype) for key, kept in self.kept.items()}
+        elements = sum(size // 2 for size, dtype in bytes_of.values() if dtype is torch.bfloat16)
+        return Traced(
+            product_flops=self.product_flops,
+            attention_flops=self.attention_flops,
+            multiplied=sum(self.parameters[key] for key in self.multiplied),
+            kept=elements,
+            kept_bytes=sum(size for size, dtype in bytes_of.values() if dtype is not torch.bfloat16),
+            products=self.products,
+            widest=self.widest,
+            kernels=self.kernels,
+        )
+
+
+class Trace(TorchDispatchMode):
+    """A mode that adds each operator to what the layer of the moment is seen to do."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = dict[str, Seen]()
+        self.name = ""
+        self._attends = False
+        self._keeps = True
+
+    def begin(self, name: str, module: nn.Module, given: object = ()) -> None:
+        """Begin a layer; what it is given without a gradient, such as angles, is kept once for all of them."""
+        self.name, seen = name, Seen(module)
+        seen.own |= {_key(leaf) for leaf in _tensors(given) if not leaf.requires_grad}
+        self.seen[name] = seen
+
+    @contextmanager
+    def of(self, name: str, module: nn.Module, given: object) -> Iterator[None]:
+        """Watch a layer in the midst of another, which goes on behind it."""
+        before = self.name
+        self.begin(name, module, given)
+        try:
+            yield
+        finally:
+            self.name = before
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch operators and what they keep."""
+        with self, _MaskedDropout(), torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept):
+            yield
+
+    def keep_nothing_of(self, module: nn.Module) -> None:
+        """Leave out what a module keeps, not what it computes."""
+        module.register_forward_pre_hook(lambda *_: setattr(self, "_keeps", False))
+        module.register_forward_hook(lambda *_: setattr(self, "_keeps", True))
+
+    def attention(
+        self,
+        _module: nn.Module,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        _mask: Tensor | None = None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """Attend as transformers asks for it, with a flash kernel: queries [samples, heads, positions, features].
+
+        The kernel takes values as wide as keys; what it multiplies is counted without that filling, and without what a
+        window leaves out.
+        """
+        (samples, heads, length, features), wide, seen = queries.shape, values.shape[-1], self.seen[self.name]
+        window = sliding_window if sliding_window is not None and sliding_window < length else None
+        pairs = length * keys.shape[2] - (0 if window is None else (length - window) ** 2)
+        seen.attention_flops += 2 * samples * heads * pairs * (features + wide)
+        seen.heads = {"heads": heads, "kv_heads": keys.shape[1], "head_features": features, "window": window}
+        seen.heads |= {"value_features": wide} if wide != features else {}
+        filled = nn.functional.pad(values, (0, features - wide)) if wide < features else values
+        self._attends = True
+        try:
+            out, *_others = torch.ops.aten._scaled_dot_product_flash_attention(
+                queries, keys, filled, 0.0, True, False, scale=scaling
+            )
+        finally:
+            self._attends = False
+        return out[..., :wide].transpose(1, 2).contiguous(), None
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call an operator, and add it."""
+        kwargs = kwargs or {}
+        result = operator(*args, **kwargs)
+        space, _, name = operator._schema.name.partition("::")
+        if space == "prim" or name.rstrip("_") in _STARTS_NOTHING or name in _STARTS_NOTHING or not self.name:
+            return result
+        seen = self.seen[self.name]
+        seen.kernels += 1
+        if seen.kernels > _MOST_OPERATORS:
+            raise ValueError(f"a layer has over {_MOST_OPERATORS} operators: it scans positions one by one")
+        outs = list(_tensors(result))
+        seen.widest = max((seen.widest, *(out.numel() for out in outs)))
+        flops = self._flops(operator, name, args, kwargs, result)
+        if flops is None:
+            return result
+        seen.products += outs[0].numel()
+        matrices = {_key(leaf) for leaf in _tensors((args, kwargs))} & seen.parameters.keys()
+        seen.multiplied |= matrices
+        if matrices:
+            seen.product_flops += flops
+        else:
+            seen.attention_flops += flops
+        return result
+
+    def _flops(self, operator: Any, name: str, args: Any, kwargs: Any, result: Any) -> int | None:
+        """Operations of a product; None for what is none."""
+        if self._attends:
+            return 0 if "scaled_dot_product" in name else None
+        if name in _PRODUCTS:
+            return _PRODUCTS[name](*args, **kwargs)
+        if "scaled_dot_product" in name:
+            queries, keys, values = (tuple[int, ...](tensor.shape) for tensor in args[:3])
+            return 2 * prod(queries[:3]) * keys[2] * (queries[3] + values[3])
+        if (count := flop_registry.get(operator._overloadpacket)) is None:
+            return None
+        return int(count(*args, **kwargs, out_val=result))
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        if self.name and self._keeps and _key(tensor) not in (seen := self.seen[self.name]).own:
+            seen.kept[_key(tensor)] = tensor
+        return tensor
+
+
+class _MaskedDropout(TorchFunctionMode):
+    """Dropout as on a GPU, which keeps a mask of a byte an element; a CPU keeps numbers."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is not nn.functional.dropout:
+            return function(*args, **kwargs)
+        given = inspect.signature(function).bind(*args, **kwargs)
+        given.apply_defaults()
+        rate, training = given.arguments["p"], given.arguments["training"]
+        states: Tensor = given.arguments["input"]
+        return torch.native_dropout(states, rate, True)[0] if training and rate else states
+
+
+def _key(tensor: Tensor) -> int:
+    """The identity of a tensor's memory, of which there are several views."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def _tensors(nested: object) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(nested) if isinstance(leaf, Tensor))

@@ -1,0 +1,299 @@
+"""A model without facts, described by its stock class: no weights, and one pass of fake tensors in bfloat16.
+
+What flows where is seen, not known: the blocks are the list of modules as long as the configuration says that has most
+parameters; what runs before the first of them is the embedding, what runs behind the last is the head.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from msgspec import UNSET
+from msgspec.structs import replace
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING
+from transformers.initialization import no_init_weights
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from shardwright.models.alike import is_known
+from shardwright.models.config_keys import ALIKE, NOTES, read_keys
+from shardwright.models.traits import BLOCK, Config
+from shardwright.types import EMBEDDING, HEAD, BoundaryTensor, Heads, LayerType, Model, Parameter, Region
+from shardwright.types.limits import MAX_LAYERS
+from shardwright_train.models.configuration import keys_of
+from shardwright_train.models.operators import TRACED, Seen, Trace
+from shardwright_train.models.stock import refusals
+from shardwright_train.torch_private import FakeTensorMode, tree_leaves
+
+STATES = "hidden_states"
+UNDIVIDED = "undivided_blocks"
+"""What a degree that shares out a traced layer must divide: one rank has all of it."""
+
+
+class _Whole(NamedTuple):
+    """A stock model, its blocks with their path, and the type of each."""
+
+    model: Any
+    path: str
+    blocks: nn.ModuleList
+    kinds: tuple[str, ...]
+
+
+def is_traced(config: Config) -> bool:
+    """Whether no family describes a config.json's type, and transformers has a causal language model of it."""
+    kind = config.get("model_type")
+    return isinstance(kind, str) and not is_known(config) and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+def describe_by_trace(config: Mapping[str, Any], name: str, sequence_length: int) -> Model:
+    """Describe the model of a config.json of a type that transformers has a causal language model of.
+
+    Raises ValueError saying what cannot be built or traced.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True), _registered(Trace()) as trace:
+        whole = _built(config)
+        _check_length(whole.model.config, sequence_length)
+        with refusals("a pass of the stock model cannot be traced"):
+            seen = _traced(whole, trace, sequence_length)
+    return _model(config, name, sequence_length, whole, seen)
+
+
+def _built(config: Mapping[str, Any]) -> _Whole:
+    kind = config["model_type"]
+    stock = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
+    config_class: Any = CONFIG_MAPPING[kind]
+    _check_keys(config, keys_of(config_class))
+    with refusals():
+        parsed = config_class(**{key: value for key, value in config.items() if key not in ("model_type", "dtype")})
+        parsed._attn_implementation = TRACED if stock._supports_sdpa or stock._supports_flash_attn else "eager"
+        if stock._can_set_experts_implementation():
+            parsed._experts_implementation = "grouped_mm"
+        model = _skeleton(stock, parsed)
+    text = parsed.get_text_config(decoder=True)
+    path = _path_of_blocks(model, text.num_hidden_layers)
+    blocks = model.get_submodule(path)
+    return _Whole(model, path, blocks, _kinds(blocks, getattr(text, "layer_types", None)))
+
+
+def _skeleton(stock: Any, config: Any) -> Any:
+    """A stock model in bfloat16 without values, as it trains: with dropout."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with no_init_weights():
+            return stock(config).train()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _check_keys(config: Mapping[str, Any], known: frozenset[str]) -> None:
+    """Raise ValueError for a key that looks like a misspelled one; others that no class knows change nothing."""
+    declared = known | NOTES | read_keys().others
+    for key in sorted(config.keys() - declared):
+        if meant := get_close_matches(key, known, n=1, cutoff=ALIKE):
+            raise ValueError(f"unknown key {key!r}: did you mean {meant[0]!r}?")
+
+
+def _path_of_blocks(model: nn.Module, number: int) -> str:
+    """The path of the list of blocks; a list within another is none."""
+    if not 1 <= number <= MAX_LAYERS:
+        raise ValueError(f"{number} layers are not from 1 to {MAX_LAYERS}")
+    lists: dict[str, nn.ModuleList] = {
+        path: each for path, each in model.named_modules() if isinstance(each, nn.ModuleList)
+    }
+    outer = (path for path in lists if not any(path.startswith(f"{other}.") for other in lists))
+    sizes = {path: _size(lists[path]) for path in outer if len(lists[path]) == number}
+    if not sizes:
+        raise ValueError(f"its class has no list of {number} blocks")
+    return max(sizes, key=lambda path: sizes[path])
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _kinds(blocks: nn.ModuleList, listed: list[str] | None) -> tuple[str, ...]:
+    """The type of each block: those of one class, of equal parameters, and of one word in layer_types are of one."""
+    typed = listed if listed is not None and len(listed) == len(blocks) else [BLOCK] * len(blocks)
+    alike = [
+        (str(word), type(block), tuple((name, p.shape) for name, p in block.named_parameters()))
+        for word, block in zip(typed, blocks, strict=True)
+    ]
+    if len(set(alike)) == 1:
+        return (BLOCK,) * len(blocks)
+    names: dict[Any, str] = {}
+    for each in alike:
+        if each not in names:
+            same = sum(word == each[0] for word, *_ in names)
+            names[each] = f"{each[0]}_{same + 1}" if same else each[0]
+    return tuple(names[each] for each in alike)
+
+
+def _check_length(config: Any, sequence_length: int) -> None:
+    longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if isinstance(longest, int) and sequence_length > longest:
+        raise ValueError(f"sequence length {sequence_length} is over {longest} positions (max_position_embeddings)")
+
+
+@contextmanager
+def _registered(trace: Trace) -> Iterator[Trace]:
+    """Make the trace's attention known to transformers, which then builds no masks."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS[TRACED] = trace.attention
+    ALL_MASK_ATTENTION_FUNCTIONS[TRACED] = lambda *_, **__: None
+    try:
+        yield trace
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[TRACED], ALL_MASK_ATTENTION_FUNCTIONS[TRACED]
+
+
+class _Pass(NamedTuple):
+    """What a pass was seen to do, by layer type, and the paths of modules that ran before and behind the blocks."""
+
+    seen: Mapping[str, Seen]
+    states: Tensor
+    logits: int
+    """Elements of the logits of a sample."""
+    early: frozenset[str]
+    late: frozenset[str]
+
+
+def _traced(whole: _Whole, trace: Trace, length: int) -> _Pass:
+    """Call the stock model with one sample; of each type of block the first runs, the others give what it gave."""
+    given: dict[str, Any] = {}
+    early, late, states = set[str](), set[str](), list[Tensor]()
+    last = len(whole.blocks) - 1
+
+    def around(block: nn.Module, index: int) -> None:
+        kind, forward = whole.kinds[index], block.forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not states:
+                states.append(_states(args, kwargs))
+            if kind not in given:
+                with trace.of(kind, block, (args, kwargs)):
+                    given[kind] = forward(*args, **kwargs)
+            if index == last:
+                trace.begin(HEAD, whole.model)
+            return given[kind]
+
+        block.forward = run
+
+    def noted(path: str) -> Any:
+        return lambda *_: (late if trace.name == HEAD else early).add(path)
+
+    for index, block in enumerate(whole.blocks):
+        around(block, index)
+    for path, module in whole.model.named_modules():
+        if next(module.parameters(recurse=False), None) is not None and not path.startswith(f"{whole.path}."):
+            module.register_forward_hook(noted(path))
+    if (head := whole.model.get_output_embeddings()) is not None:
+        trace.keep_nothing_of(head)  # The gradient of what it receives takes the place of that.
+    ids = torch.zeros((1, length), dtype=torch.long)
+    trace.begin(EMBEDDING, whole.model)
+    with trace.watching():
+        logits: Tensor = whole.model(input_ids=ids, use_cache=False).logits
+    return _Pass(trace.seen, states[0], logits.numel(), frozenset(early), frozenset(late))
+
+
+def _states(args: Any, kwargs: Any) -> Tensor:
+    """The hidden states among the arguments of a block: the first of numbers that a gradient reaches."""
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.requires_grad:
+            return leaf
+    raise ValueError("its blocks take no hidden states")
+
+
+def _model(config: Mapping[str, Any], name: str, length: int, whole: _Whole, found: _Pass) -> Model:
+    outputs = (BoundaryTensor(name=STATES, sequence_length=length, features=found.states.numel() // length),)
+    embedding, head = _ends(whole, found)
+    first = {kind: whole.blocks[whole.kinds.index(kind)] for kind in dict.fromkeys(whole.kinds)}
+    blocks = {
+        kind: _layer_type(_parameters(block), found.seen[kind], outputs, found.seen[kind].counted())
+        for kind, block in first.items()
+    }
+    # What differs in nothing that was seen, such as windows that hold a whole sample, is of one type.
+    alike = {kind: next(other for other in blocks if blocks[other] == blocks[kind]) for kind in blocks}
+    names = {kind: BLOCK if len(set(alike.values())) == 1 else alike[kind] for kind in blocks}
+    types = {
+        EMBEDDING: _layer_type(embedding, found.seen[EMBEDDING], outputs, UNSET),
+        **{names[kind]: blocks[alike[kind]] for kind in blocks},
+        HEAD: _head_type(head, found, length),
+    }
+    inside = {p.name for p in embedding}, {p.name for p in head}
+    tied = _tied(whole.model).items()
+    pairs = tuple((source, copy) for copy, source in tied if source in inside[0] and copy in inside[1])
+    kept = {key: value for key, value in config.items() if key not in NOTES}
+    return Model(
+        name=name,
+        family=config["model_type"],
+        config=kept,
+        sequence_length=length,
+        layers=tuple(names[kind] for kind in whole.kinds),
+        types=types,
+        tied=pairs,
+    )
+
+
+def _ends(whole: _Whole, found: _Pass) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
+    """The parameters of embedding and head: of modules that ran before or behind the blocks, or else stand there."""
+    embedding, head, behind = list[Parameter](), list[Parameter](), False
+    for name, parameter in whole.model.named_parameters(remove_duplicate=False):
+        owner = name.rpartition(".")[0]
+        if name.startswith(f"{whole.path}."):
+            behind = True
+            continue
+        goes_late = owner not in found.early and (behind or owner in found.late)
+        (head if goes_late else embedding).append(Parameter(name=name, shape=tuple(parameter.shape)))
+    return _once(embedding, whole.model), _once(head, whole.model)
+
+
+def _once(parameters: list[Parameter], model: nn.Module) -> tuple[Parameter, ...]:
+    """Parameters without further names of others of these."""
+    names, tied = {p.name for p in parameters}, _tied(model)
+    return tuple(p for p in parameters if tied.get(p.name) not in names)
+
+
+def _tied(model: Any) -> Mapping[str, str]:
+    """The names of parameters that are one with others, with the names of these."""
+    tied: Mapping[str, str] = model.all_tied_weights_keys
+    return tied
+
+
+def _parameters(block: nn.Module) -> tuple[Parameter, ...]:
+    """The parameters of a block, and the buffers that files have."""
+    parameters = [Parameter(name=name, shape=tuple(p.shape)) for name, p in block.named_parameters()]
+    files, buffers = block.state_dict(), dict(block.named_buffers())
+    kept = [Parameter(name=name, shape=tuple(b.shape), buffer=True) for name, b in buffers.items() if name in files]
+    return (*parameters, *kept)
+
+
+def _layer_type(
+    parameters: tuple[Parameter, ...], seen: Seen, outputs: tuple[BoundaryTensor, ...], traced: Any
+) -> LayerType:
+    heads = seen.heads
+    attention = (
+        () if heads is None else (Region(name="attention", attention=Heads(queries=STATES, keys=STATES, **heads)),)
+    )
+    one_rank = {UNDIVIDED: 1}
+    return LayerType(
+        parameters=parameters,
+        forward_flops_per_sample=seen.product_flops + seen.attention_flops,
+        tp_must_divide=one_rank,
+        ulysses_must_divide=one_rank,
+        sequence_must_divide=one_rank,
+        outputs=outputs,
+        regions=attention,
+        traced=traced,
+    )
+
+
+def _head_type(parameters: tuple[Parameter, ...], found: _Pass, length: int) -> LayerType:
+    seen = found.seen[HEAD]
+    whole = _layer_type(parameters, seen, (), replace(seen.counted(), widest=found.logits))
+    return replace(whole, labels=length)

@@ -1,0 +1,146 @@
+"""A trace of the stock class agrees with a family's facts, and describes types that have none."""
+
+import json
+from fractions import Fraction
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from shardwright.estimate.layers import estimate_memory
+from shardwright.estimate.parts import layer_parts
+from shardwright.io import BadInput
+from shardwright.models.description import model_of_config
+from shardwright.models.registry import read_presets
+from shardwright.types import EMBEDDING, HEAD, Attention, LayerStrategy, Precision, Recompute
+from shardwright_search.advise import traced as search_traced
+from shardwright_search.advise.question import config_notes, model_of
+from shardwright_search.options import AdviseOptions
+from shardwright_train.commands.documents import describe_folder
+from shardwright_train.models import operators
+from shardwright_train.models.traced import describe_by_trace
+
+PRESETS = read_presets()
+BFLOAT16 = Precision(compute="bfloat16", parameters="bfloat16", reduce="bfloat16")
+FLOPS, KEPT = 0.01, 0.005
+SOON = ("qwen3-0.6b", "gemma-2-2b", "gpt2-xl", "deepseek-v2-lite", "gpt-oss-20b")
+OTHERS = (
+    *("llama-2-7b", "llama-3-8b", "llama-4-scout", "mistral-7b", "phi-3-mini-4k", "ministral-3-8b", "ministral-8b"),
+    *("qwen2.5-0.5b", "mixtral-8x7b", "qwen3-30b-a3b", "olmo-2-7b", "command-r", "command-r7b", "gemma-3-1b"),
+    *("glm-4-9b", "granite-3.0-2b", "smollm3-3b", "deepseek-v3", "bert-large", "roberta-base"),
+)
+STOCK_EXPERTS = "the stock model's grouped products keep other rows of experts than the runtime's"
+CAUSES = {
+    ("gpt-oss-20b", "kept"): STOCK_EXPERTS,
+    ("deepseek-v2-lite", "kept"): STOCK_EXPERTS,
+    ("deepseek-v3", "kept"): STOCK_EXPERTS,
+    ("mixtral-8x7b", "kept"): STOCK_EXPERTS,
+    ("qwen3-30b-a3b", "kept"): STOCK_EXPERTS,
+    ("llama-4-scout", "kept"): STOCK_EXPERTS,
+    ("llama-4-scout", "flops"): "the stock model computes every expert for every position",
+    ("bert-large", "head"): "facts count no norm and activation between blocks and the matrix of the head",
+    ("roberta-base", "head"): "facts count no norm and activation between blocks and the matrix of the head",
+}
+"""Why a figure of a preset is not that of its facts; each of them differs."""
+
+
+def kept(model, type_name):
+    """The bytes kept of a layer for one sample in a format of 16 bits, with norms of single operators."""
+    parts = layer_parts(model, type_name)
+    return sum(2 * (p.inside + p.outside + p.whole) + p.inside_bytes + p.outside_bytes + p.whole_bytes for p in parts)
+
+
+@pytest.mark.parametrize("name", [*SOON, *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)])
+def test_a_trace_agrees_with_the_facts(name):
+    preset = PRESETS[name]
+    length = min(preset.sequence_length, 2048)
+    facts = model_of_config(preset.config, name, length, name)
+    seen = describe_by_trace(preset.config, name, length)
+    assert (seen.parameter_count, len(seen.layers), seen.tied) == (facts.parameter_count, len(facts.layers), facts.tied)
+    pairs = dict.fromkeys([(EMBEDDING, EMBEDDING), *zip(facts.layers, seen.layers, strict=True), (HEAD, HEAD)])
+    differing = set()
+    for told, found in pairs:
+        known, traced = facts.types[told], seen.types[found]
+        assert traced.parameter_count() == known.parameter_count()
+        assert traced.outputs == known.outputs
+        flops = Fraction(traced.forward_flops_per_sample, known.forward_flops_per_sample or 1) - 1
+        if told != EMBEDDING and abs(flops) > FLOPS:
+            differing.add((name, "flops"))
+        if abs(kept(seen, found) / kept(facts, told) - 1) > KEPT:
+            differing.add((name, "head" if told == HEAD else "kept"))
+    assert differing == {each for each in CAUSES if each[0] == name}
+
+
+STARCODER = {
+    "model_type": "starcoder2",
+    **{"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "vocab_size": 131, "max_position_embeddings": 64, "sliding_window": 16},
+    **{"bos_token_id": 0, "eos_token_id": 0},
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(STARCODER))
+    return tmp_path
+
+
+def test_a_type_without_facts_is_described_by_its_class(folder):
+    model = describe_folder(folder, "starcoder", 32)
+    with torch.device("meta"):
+        stock = AutoModelForCausalLM.from_config(AutoConfig.for_model(**STARCODER))
+    assert model.parameter_count == sum(p.numel() for p in stock.parameters())
+    assert model.layers == ("block",) * 3
+    assert model.tied == (("model.embed_tokens.weight", "lm_head.weight"),)
+    kind = model.types["block"]
+    products = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 2 * 64 * 256)
+    pairs = 32**2 - 16**2
+    assert kind.forward_flops_per_sample == 32 * products + 4 * pairs * 64
+    assert (kind.window, kind.tp_must_divide) == (16, {"undivided_blocks": 1})
+    # What is recomputed keeps the stream alone.
+    full = LayerStrategy(type="block", tp_size=1, dp_size=1, recompute=Recompute.FULL)
+    held, _ = estimate_memory(model, "block", full, 1, BFLOAT16, Attention.SDPA)
+    assert held == 2 * 32 * 64
+
+
+def test_the_planner_asks_the_stage_that_trains(folder):
+    asked = AdviseOptions(model=str(folder), gpus="1x2:H100-SXM", seq=32)
+    assert model_of(asked)[0].types["block"].traced.kernels > 10
+    (note,) = config_notes(asked)
+    assert note.endswith("'starcoder2' is described by a trace; train run does not train it")
+    config = json.loads((folder / "config.json").read_text())
+    assert search_traced.is_traced(config)
+    found = search_traced.traced_model(folder / "config.json", config, "starcoder", 32)
+    assert found == describe_folder(folder, "starcoder", 32)
+    assert search_traced.traced_model(folder / "config.json", config, "starcoder", None).sequence_length == 64
+    with pytest.raises(BadInput, match=r"--seq: .* does not say how long samples are"):
+        search_traced.traced_model(folder / "config.json", {"model_type": "starcoder2"}, "starcoder", None)
+
+
+def test_without_torch_the_planner_says_how_to_have_it(folder, monkeypatch):
+    monkeypatch.setattr(search_traced, "find_spec", lambda name: None)
+    assert not search_traced.is_traced(STARCODER)
+    with pytest.raises(
+        BadInput, match=r"'starcoder2' is none of the families known here: .* pip install '\.\[train\]'"
+    ):
+        model_of_config(STARCODER, "starcoder", 32, folder / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "length", "problem"),
+    [
+        ({"num_atention_heads": 4}, 32, "did you mean 'num_attention_heads'"),
+        ({"num_attention_heads": 0}, 32, "transformers cannot build it"),
+        ({}, 65, r"sequence length 65 is over 64 positions \(max_position_embeddings\)"),
+    ],
+)
+def test_what_cannot_be_traced_is_named(folder, change, length, problem):
+    (folder / "config.json").write_text(json.dumps(STARCODER | change))
+    with pytest.raises(BadInput, match=problem):
+        describe_folder(folder, "starcoder", length)
+
+
+def test_a_layer_that_scans_positions_is_refused(monkeypatch):
+    monkeypatch.setattr(operators, "_MOST_OPERATORS", 20)
+    with pytest.raises(ValueError, match="over 20 operators: it scans positions one by one"):
+        describe_by_trace(STARCODER, "starcoder", 32)
