@@ -14,6 +14,8 @@ TRANSFORMERS = {
     "_attn_implementation",
     "_init_weights",
     "_keys_to_ignore_on_load_unexpected",
+    "_supports_flash_attn",
+    "_supports_sdpa",
     "_tied_weights_keys",
     "_tp_plan",
 }

@@ -28,6 +28,7 @@ backend and the fake tensors of `torch.export` are the nearest |
 | `TorchDispatchMode` | counting collectives and storages | none; `TorchFunctionMode` sees no collective |
 | `_EventType`, `_ExtraFields_Allocation`, `_ProfilerEvent` | allocations on CPU | `export_memory_timeline`, or an \
 allocator of CPU memory with counters |
+| `UntypedStorage._cdata` | telling storages of fake tensors apart | `data_ptr`, once fake tensors have one |
 | `torch.utils._pytree.tree_leaves` | tensors of nested arguments | `optree`, another package |
 | `nn.Module._parameters` | swapping parameters during a call | `torch.func.functional_call`, which swaps by full \
 name |
@@ -107,6 +108,16 @@ def sdpa_choice(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> s
     """The name of the kernel that `scaled_dot_product_attention` takes for its arguments, such as `cudnn`."""
     choice = SDPBackend(torch._fused_sdp_choice(query, key, value, **settings))
     return choice.name.removesuffix("_ATTENTION").lower()
+
+
+traced_attention = torch.ops.aten._scaled_dot_product_flash_attention
+"""The operator of FlashAttention, which fake tensors trace without a GPU."""
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return what tells a tensor's storage from others, also that of a fake tensor."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 def fsdp_parameters(module: nn.Module) -> Iterator[FSDPParam]:

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from shardwright.types.traced import Traced
-from shardwright_train.torch_private import TorchDispatchMode, tree_leaves
+from shardwright_train.torch_private import TorchDispatchMode, storage_key, traced_attention, tree_leaves
 
 TRACED = "traced"
 """The name under which transformers finds the attention of a trace."""
@@ -84,7 +84,7 @@ class Trace(TorchDispatchMode):
         self.seen = dict[str, Seen]()
         self.name = ""
         self._attends = False
-        self._keeps = True
+        self.keeps = True
 
     def begin(self, name: str, module: nn.Module, given: object = ()) -> None:
         """Begin a layer; what it is given without a gradient, such as angles, is kept once for all of them."""
@@ -110,8 +110,8 @@ class Trace(TorchDispatchMode):
 
     def keep_nothing_of(self, module: nn.Module) -> None:
         """Leave out what a module keeps, not what it computes."""
-        module.register_forward_pre_hook(lambda *_: setattr(self, "_keeps", False))
-        module.register_forward_hook(lambda *_: setattr(self, "_keeps", True))
+        module.register_forward_pre_hook(lambda *_: setattr(self, "keeps", False))
+        module.register_forward_hook(lambda *_: setattr(self, "keeps", True))
 
     def attention(
         self,
@@ -138,9 +138,7 @@ class Trace(TorchDispatchMode):
         filled = nn.functional.pad(values, (0, features - wide)) if wide < features else values
         self._attends = True
         try:
-            out, *_others = torch.ops.aten._scaled_dot_product_flash_attention(
-                queries, keys, filled, 0.0, True, False, scale=scaling
-            )
+            out, *_others = traced_attention(queries, keys, filled, 0.0, True, False, scale=scaling)
         finally:
             self._attends = False
         return out[..., :wide].transpose(1, 2).contiguous(), None
@@ -151,7 +149,7 @@ class Trace(TorchDispatchMode):
         """Call an operator, and add it."""
         kwargs = kwargs or {}
         result = operator(*args, **kwargs)
-        space, _, name = operator._schema.name.partition("::")
+        space, _, name = operator.name().partition(".")[0].partition("::")
         if space == "prim" or name.rstrip("_") in _STARTS_NOTHING or name in _STARTS_NOTHING or not self.name:
             return result
         seen = self.seen[self.name]
@@ -181,12 +179,12 @@ class Trace(TorchDispatchMode):
         if "scaled_dot_product" in name:
             queries, keys, values = (tuple[int, ...](tensor.shape) for tensor in args[:3])
             return 2 * prod(queries[:3]) * keys[2] * (queries[3] + values[3])
-        if (count := flop_registry.get(operator._overloadpacket)) is None:
+        if (count := flop_registry.get(operator.overloadpacket)) is None:
             return None
         return int(count(*args, **kwargs, out_val=result))
 
     def _keep(self, tensor: Tensor) -> Tensor:
-        if self.name and self._keeps and _key(tensor) not in (seen := self.seen[self.name]).own:
+        if self.name and self.keeps and _key(tensor) not in (seen := self.seen[self.name]).own:
             seen.kept[_key(tensor)] = tensor
         return tensor
 
@@ -209,8 +207,7 @@ class _MaskedDropout(TorchFunctionMode):
 
 def _key(tensor: Tensor) -> int:
     """The identity of a tensor's memory, of which there are several views."""
-    key: int = tensor.untyped_storage()._cdata
-    return key
+    return storage_key(tensor)
 
 
 def _tensors(nested: object) -> Iterator[Tensor]:
