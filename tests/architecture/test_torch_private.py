@@ -12,6 +12,8 @@ SOURCES = [path for path in sorted(ROOT.glob("stages/*/src/**/*.py")) if path !=
 NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
 TRANSFORMERS = {
     "_attn_implementation",
+    "_can_set_experts_implementation",
+    "_experts_implementation",
     "_init_weights",
     "_keys_to_ignore_on_load_unexpected",
     "_supports_flash_attn",
