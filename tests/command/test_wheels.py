@@ -71,7 +71,10 @@ def test_the_planner_alone_is_installed_without_torch_and_advises(installed, tmp
     assert {name for name in names if name.startswith("shardwright")} == {"shardwright"}
     assert not {"torch", "transformers", "snakemake"} & names
     said = _done(installed / "shardwright", "advise", "llama-3.1-8b", "--gpus", "8x8:H100", cwd=tmp_path)
-    assert "best plan: " in said and "H100: taken for H100-SXM (--gpus)" in said
+    assert (
+        any(f"{kind}: " in said for kind in ("best plan", "simplest plan within 2% of the bound"))
+        and "H100: taken for H100-SXM (--gpus)" in said
+    )
     assert "batch: 512 samples, about 4 Mi tokens a step as published runs took (--batch)" in said
 
 
@@ -96,7 +99,7 @@ def test_a_stage_is_installed_with_the_core_and_nothing_else(wheels, tmp_path):
     names = set(re.findall(r"^(shardwright[\w-]*)==", listed, re.M))
     assert names == {"shardwright-core", "shardwright-search"}
     said = _done(programs / "shardwright", "advise", "llama-3-8b", "--gpus", "8:H100", cwd=tmp_path)
-    assert "best plan: " in said
+    assert any(f"{kind}: " in said for kind in ("best plan", "simplest plan within 2% of the bound"))
     done = subprocess.run([programs / "shardwright", "train", "run"], cwd=tmp_path, text=True, capture_output=True)
     told = "error: shardwright train: is not installed: pip install shardwright-train\n"
     assert (done.returncode, done.stderr) == (2, told)
