@@ -1,7 +1,9 @@
 """A trace of the stock class agrees with a family's facts, and describes types that have none."""
 
 import json
+import sys
 from fractions import Fraction
+from subprocess import run
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from shardwright_search.advise import traced as search_traced
 from shardwright_search.advise.question import config_notes, model_of
 from shardwright_search.options import AdviseOptions
 from shardwright_train.commands.documents import describe_folder
-from shardwright_train.models import operators
+from shardwright_train.models import operators, traced
 from shardwright_train.models.traced import describe_by_trace
 
 PRESETS = read_presets()
@@ -131,6 +133,8 @@ def test_without_torch_the_planner_says_how_to_have_it(folder, monkeypatch):
     [
         ({"num_atention_heads": 4}, 32, "did you mean 'num_attention_heads'"),
         ({"num_attention_heads": 0}, 32, "transformers cannot build it"),
+        ({"num_hidden_layers": 10**9}, 32, "num_hidden_layers 1000000000 is not from 1 to 4096"),
+        ({"num_hidden_layers": 0}, 32, "num_hidden_layers 0 is not from 1 to 4096"),
         ({}, 65, r"sequence length 65 is over 64 positions \(max_position_embeddings\)"),
     ],
 )
@@ -138,6 +142,20 @@ def test_what_cannot_be_traced_is_named(folder, change, length, problem):
     (folder / "config.json").write_text(json.dumps(STARCODER | change))
     with pytest.raises(BadInput, match=problem):
         describe_folder(folder, "starcoder", length)
+
+
+def test_a_class_of_more_modules_than_any_model_has_is_refused(monkeypatch):
+    monkeypatch.setattr(traced, "_MOST_MODULES", 20)
+    with pytest.raises(ValueError, match="its class has over 20 modules"):
+        describe_by_trace(STARCODER, "starcoder", 32)
+
+
+def test_nothing_but_what_is_wrong_is_said_of_a_folder(folder, tmp_path):
+    """A process of its own: what transformers says while it is imported depends on when that is."""
+    asked = ("describe", folder, "--name", "x", "--sequence-length", 32, "--out", tmp_path / "model.json")
+    words = [sys.executable, "-c", "from shardwright_train.cli import main; main()", *map(str, asked)]
+    done = run(words, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
 
 
 def test_a_layer_that_scans_positions_is_refused(monkeypatch):

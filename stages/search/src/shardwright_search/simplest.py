@@ -37,6 +37,7 @@ from shardwright_search.step.cached_method import cached_method
 from shardwright_search.step.pareto import Ints, Numbers
 
 _MAX_CONFIGURATIONS = 12
+"""Configurations that are tried, by ascending bound: a simple plan far from the bound is not within a tolerance."""
 _MAX_STRATEGIES = 10
 """The most strategies of which pairs are tried."""
 _AT_ONCE = 4
@@ -45,6 +46,8 @@ _FEW = 2
 """The strategies of blocks that a simple plan has at most."""
 _LIMIT_S = 4.0
 """CPU seconds of the search for each number of strategies."""
+_SAME = 1e-4
+"""The share by which a plan may take longer if its layers of one strategy are next to each other."""
 
 
 class Simple(NamedTuple):
@@ -143,10 +146,6 @@ class _Fits(NamedTuple):
             if priced is not None and priced.sample_s <= candidate.sample_s * (1 + _SAME):
                 return priced
         return candidate
-
-
-_SAME = 1e-4
-"""The share by which a plan may take longer whose layers stand together."""
 
 
 def _in_order(plan: Plan, order: Sequence[LayerStrategy]) -> Plan:

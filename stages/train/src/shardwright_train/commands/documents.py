@@ -136,13 +136,13 @@ def describe_folder(
     """
     file = folder / "config.json"
     given = read_object(file)
-    # One line says what is wrong.
-    logging.getLogger("transformers").setLevel(logging.ERROR)
     with without_collection():
         from shardwright_train.models.base import family_named
         from shardwright_train.models.description import describe
         from shardwright_train.models.traced import describe_by_trace, is_traced
 
+    # One line says what is wrong. Importing transformers sets its level, so this comes after.
+    logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
         if taken_as is None and is_traced(given):
             config, notes = without_format(given)

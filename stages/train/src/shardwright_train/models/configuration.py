@@ -34,7 +34,8 @@ _ROPE_KEYS = frozenset(
 _PARTIAL = "partial_rotary_factor"
 """The share of a head's features that is rotated, for classes whose default configuration has one."""
 _MAX_LENGTH = 2**31 - 1
-_MAX_LAYERS = 4096
+MAX_BUILT_LAYERS = 4096
+"""The most layers of a stock model that is built, one after the other."""
 
 _EVERYWHERE = {
     "chunk_size_feed_forward": Only(0, "recomputation is the plan's to choose"),
@@ -91,8 +92,8 @@ def check_sizes(config: Any, family: Family, sequence_length: int) -> None:
     numbers = [number for stack in family.stacks for number in stack.numbers(configured)]
     if min(numbers) < 1:
         raise ValueError(f"{keys} must be 1 or more")
-    if max(numbers) > _MAX_LAYERS:
-        raise ValueError(f"{keys} must be {_MAX_LAYERS} or less")
+    if max(numbers) > MAX_BUILT_LAYERS:
+        raise ValueError(f"{keys} must be {MAX_BUILT_LAYERS} or less")
     if (padding := getattr(config, "pad_token_id", None)) is not None and padding >= config.vocab_size:
         raise ValueError(f"pad_token_id {padding} is not below vocab_size {config.vocab_size}")
     for key in family.keys.above_zero:

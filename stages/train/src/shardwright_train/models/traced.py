@@ -14,6 +14,7 @@ import transformers
 from msgspec import UNSET
 from msgspec.structs import replace
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import CONFIG_MAPPING
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -22,13 +23,15 @@ from shardwright.models.alike import is_known
 from shardwright.models.config_keys import ALIKE, NOTES, read_keys
 from shardwright.models.traits import BLOCK, Config
 from shardwright.types import EMBEDDING, HEAD, BoundaryTensor, Heads, LayerType, Model, Parameter, Region
-from shardwright.types.limits import MAX_LAYERS
-from shardwright_train.models.configuration import keys_of
+from shardwright_train.models.configuration import MAX_BUILT_LAYERS, keys_of
 from shardwright_train.models.operators import TRACED, Seen, Trace
 from shardwright_train.models.stock import refusals
 from shardwright_train.torch_private import FakeTensorMode, tree_leaves
 
 STATES = "hidden_states"
+_LAYERS = "num_hidden_layers"
+_MOST_MODULES = 200_000
+"""Modules of a stock model: DeepSeek-V3, were each of its experts a module, would have 60,000."""
 UNDIVIDED = "undivided_blocks"
 """What a degree that shares out a traced layer must divide: one rank has all of it."""
 
@@ -66,6 +69,7 @@ def _built(config: Mapping[str, Any]) -> _Whole:
     stock = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
     config_class: Any = CONFIG_MAPPING[kind]
     _check_keys(config, keys_of(config_class))
+    _check_layers(config, config_class)
     with refusals():
         parsed = config_class(**{key: value for key, value in config.items() if key not in ("model_type", "dtype")})
         parsed._attn_implementation = TRACED if stock._supports_sdpa or stock._supports_flash_attn else "eager"
@@ -83,10 +87,35 @@ def _skeleton(stock: Any, config: Any) -> Any:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with no_init_weights():
+        with no_init_weights(), _bounded():
             return stock(config).train()
     finally:
         torch.set_default_dtype(before)
+
+
+@contextmanager
+def _bounded() -> Iterator[None]:
+    """Raise ValueError while a model is built whose configuration asks for more modules than any published one has."""
+    registered = 0
+
+    def count(*_: object) -> None:
+        nonlocal registered
+        registered += 1
+        if registered > _MOST_MODULES:
+            raise ValueError(f"its class has over {_MOST_MODULES} modules")
+
+    hook = register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _check_layers(config: Mapping[str, Any], config_class: Any) -> None:
+    """Raise ValueError before a class lists the types of more layers than are built."""
+    key = config_class.attribute_map.get(_LAYERS, _LAYERS)
+    if isinstance(number := config.get(key), int) and not 1 <= number <= MAX_BUILT_LAYERS:
+        raise ValueError(f"{key} {number} is not from 1 to {MAX_BUILT_LAYERS}")
 
 
 def _check_keys(config: Mapping[str, Any], known: frozenset[str]) -> None:
@@ -99,8 +128,6 @@ def _check_keys(config: Mapping[str, Any], known: frozenset[str]) -> None:
 
 def _path_of_blocks(model: nn.Module, number: int) -> str:
     """The path of the list of blocks; a list within another is none."""
-    if not 1 <= number <= MAX_LAYERS:
-        raise ValueError(f"{number} layers are not from 1 to {MAX_LAYERS}")
     lists: dict[str, nn.ModuleList] = {
         path: each for path, each in model.named_modules() if isinstance(each, nn.ModuleList)
     }
