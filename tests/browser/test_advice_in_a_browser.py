@@ -59,7 +59,7 @@ def test_the_sliders_show_the_plan_of_their_size_and_say_what_was_not_computed(p
     """
     labels, cells = _cells(page)
     said = [json.loads(line.removeprefix("more: ")) for line in seen(page, 1280, moves)[1:]]
-    assert len(said) == 5 and said[0][1] == ["8:A100-80", "64", "512", "68.8 GiB"]
+    assert len(said) == 5 and said[0][1] == ["8:A100-80", "64", "512", "73.6 GiB"]
     for place, outputs, answer, plans, memories in said:
         assert outputs == [labels[axis][int(value)] for axis, value in enumerate(place.split(","))]
         assert answer.split() == cells[place].split()
