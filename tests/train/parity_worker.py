@@ -200,7 +200,7 @@ def worst(pairs: list[tuple[Tensor, Tensor]]) -> float:
 def compare(
     plan: Plan, reference: Reference, groups: Groups, world: World, exact: Sequence[float] = ()
 ) -> dict[str, float]:
-    """Errors against one process; of a loss the distance to the nearer of that process and its `exact` loss, in float64.
+    """Errors against one process; of a loss to the nearer of that process and its `exact` one, in float64.
 
     Adam's first steps magnify rounding where gradients are almost 0: two right runs in float32 stray to both sides.
     """
