@@ -278,7 +278,9 @@ def test_lower_precision_stays_near_one_process(
     request: pytest.FixtureRequest, ranks: str, dtype: str, tolerance: float
 ) -> None:
     found: Errors = request.getfixturevalue(ranks)
-    near = {name: max(errors["loss"], errors["gradient"]) for name, errors in found.items() if name.endswith(dtype)}
+    # In bfloat16 a token near the border between two experts may go to the other one: its gradients do not compare.
+    kinds = ("loss", "gradient") if dtype == "float32" else ("loss",)
+    near = {name: max(errors[kind] for kind in kinds) for name, errors in found.items() if name.endswith(dtype)}
     first = len(LOW_FIRST[dtype])
     assert len(near) == (first if ranks == "two_ranks" else len(FAMILIES) - first)
     assert {name: error for name, error in near.items() if error > tolerance} == {}
