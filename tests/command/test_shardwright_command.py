@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points, version
 
 import pytest
 from command_calls import call
@@ -40,6 +40,10 @@ def test_the_overview_has_the_commands_of_all_stages():
     assert overview.exit_code == 0
     for name in (*SEARCH.commands, *(f"{stage} {name}" for stage in STAGES for name in STAGES[stage].commands)):
         assert f"  {name} " in overview.stdout
+
+
+def test_version_is_that_of_the_distribution():
+    assert call(cli.APP, "--version").stdout == f"shardwright {version('shardwright')}\n"
 
 
 def test_a_batch_of_a_stage_has_its_commands(tmp_path):

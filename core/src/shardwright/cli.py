@@ -5,7 +5,9 @@ from importlib.metadata import entry_points
 from typing import NoReturn
 
 from shardwright.command import Command, CommandLine, run
+from shardwright.command.faults import show
 from shardwright.io import BadInput
+from shardwright.io.versions import product_version
 
 _GROUP = "shardwright.commands"
 """Entry points by which stages register their command lines, each under the name of the stage."""
@@ -20,6 +22,9 @@ class Program(CommandLine):
     def call(self, arguments: Sequence[str]) -> int:
         """Run what the arguments ask for and return its exit code; BadInput if its stage is not installed."""
         word = next(iter(arguments), "")
+        if word == "--version":
+            show(f"{self.name} {product_version()}")
+            return 0
         stages = {entry.name: entry for entry in entry_points(group=_GROUP)}
         if word in _OTHERS:
             if word not in stages:
