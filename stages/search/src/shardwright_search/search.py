@@ -34,7 +34,7 @@ from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import Objective, SearchRequest
 from shardwright_search.space.search_space import SearchSpace, Unlisted, space_of
 
-_FIRST_SHARE = 0.2
+_FIRST_SHARE = 0.6
 """The most of a time limit that is spent on first plans: bounds, and so proofs, come after them."""
 _EARLY_S = 0.05
 T = TypeVar("T")

@@ -16,6 +16,7 @@ from shardwright.plan.process_groups import Purpose, communicator_bytes, strateg
 from shardwright.types import EMBEDDING, HEAD, Strategy
 from shardwright_search.cost_model.communication import Nodes
 from shardwright_search.cost_model.layer import CostModel, Link
+from shardwright_search.cost_model.parts_of_strategies import parts_of
 from shardwright_search.cost_model.tied_weights import (
     has_shared,
     shared_cost_ps,
@@ -233,15 +234,8 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
         if not (strategies := shardings.of_type(name, topology.size)):
             return Options.none(_of_width(shardings, topology.size)[0])
         given = topology, choice.samples, single_microbatch, choice.turns
-        priced = (self.costs.layer(name, s, *given) for s in strategies)
-        rows = [
-            (
-                *(o.microbatch_ps, o.exposed_ps, o.state_bytes, o.memory.gradients, o.memory.gradient_sums),
-                *(o.activation_bytes, o.workspace_bytes),
-            )
-            for o in priced
-        ]
-        return Options._make((*np.array(rows, float).T.copy(), *self._layouts(name, shardings, topology)))
+        priced = self.costs.layers(name, parts_of(strategies), *given)
+        return Options._make((*priced, *self._layouts(name, shardings, topology)))
 
     @cached_method
     def _num_groups(self, name: str, choice: Choice, topology: StageTopology) -> Numbers:
