@@ -108,11 +108,11 @@ def over_bytes(plan: Plan, estimate: Estimate, budgets: Mapping[str, int]) -> tu
     names, types, over = plan.cluster.node_type_of_rank, plan.cluster.node_types, list[int]()
     for stage, place, budget in zip(estimate.stages, plan.stages, budgets_of_stages(plan, budgets), strict=True):
         device_bytes = min(types[names[rank]].memory_bytes for rank in place.ranks)
-        if budget == int(_default_gib(device_bytes) * GIB):
-            counted = stage.memory_bytes - stage.memory_terms_bytes.get("communicators", 0)
-            over.append(max(counted - budget, stage.memory_bytes - device_bytes))
-        else:
-            over.append(stage.memory_bytes - budget)
+        more, without = stage.memory_bytes - budget, stage.memory_terms_bytes.get("communicators", 0)
+        spare = max(more - without, stage.memory_bytes - device_bytes)
+        if more > 0 >= spare and budget == int(_default_gib(device_bytes) * GIB):
+            more = spare
+        over.append(more)
     return tuple(over)
 
 
