@@ -4,9 +4,9 @@
     python benchmarks/search_scale.py [--work DIR] [--cases WORD ...] [--repeats N]
 
 Three cases of benchmarks/search.py on published profiles, left out where those are not there; large clusters, many
-batch sizes and many layers on analytic profiles (no such machine is needed); and the analytic hardware profile of 2,048
-nodes. Printed as a table. Where all cases ran, it is also written to benchmarks/results/search-scale.md and
-.json, with the load of the machine.
+batch sizes and many layers on analytic profiles (no such machine is needed); the analytic hardware profile of 2,048
+nodes; and whole commands of `shardwright advise`. Printed as a table. Where all cases ran, it is also written to
+benchmarks/results/search-scale.md and .json, with the load of the machine.
 """
 
 import argparse
@@ -85,6 +85,17 @@ CASES = {
 IMPORTED = {case.name: case for case in PUBLISHED if case.name in ("llama-7b-1x8", "vit-xhuge-1x8", "t5-3b-1x8")}
 NODES = "hardware profile of 2,048 nodes"
 HEADINGS = ("case", "CPU s", "goal", "MiB", "gap", "configurations", "plan")
+ADVISED = {
+    "advise llama-3-8b on 64 H100": ("llama-3-8b --gpus 8x8:H100-SXM --batch 512", "1.5"),
+    "advise llama-3-70b on 64 H100": ("llama-3-70b --gpus 8x8:H100-SXM --batch 512", "2.5"),
+    "advise llama-3-8b for megatron-lm": ("llama-3-8b --gpus 8x8:H100-SXM --batch 512 --for megatron", "4"),
+    "advise llama-3-70b for torchtitan": ("llama-3-70b --gpus 8x8:H100-SXM --batch 512 --for torchtitan", "4"),
+    "advise mixtral-8x7b, one strategy": ("mixtral-8x7b --gpus 8x8:H100-SXM --batch 512 --seq 4096 --uniform", "4"),
+    "advise qwen3-235b-a22b on 256 H100": ("qwen3-235b-a22b --gpus 32x8:H100-SXM --batch 1024 --seq 4096", "12"),
+    "advise llama-3.1-70b, 131,072 tokens": ("llama-3.1-70b --gpus 64x8:H100-SXM --batch 64 --seq 131072", "8"),
+    "advise deepseek-v3 on 2,048 H100": ("deepseek-v3 --gpus 256x8:H100-SXM --batch 15360 --seq 4096", "6"),
+}
+"""Arguments, and the goal in CPU seconds."""
 GOALS_S = {
     "llama-7b-1x8": "0.5",
     "vit-xhuge-1x8": "1.0",
@@ -92,6 +103,7 @@ GOALS_S = {
     "llama-7b of 128 layers on 64 devices": "1.5",
     "gpt 175b on 1,024 devices, 4 batch sizes": "1.5",
     "llama 405b on 16,384 devices": "5",
+    **{name: goal for name, (_, goal) in ADVISED.items()},
 }
 
 
@@ -108,19 +120,22 @@ def main() -> None:
     imported = IMPORTED if (asked.reference / "hardware").is_dir() else {}
     rows, loads, lines = {}, [os.getloadavg()[0]], [_line(*HEADINGS), _line(*["---"] * len(HEADINGS))]
     print("\n".join(lines))
-    for number, name in enumerate((*imported, *CASES, NODES)):
+    for number, name in enumerate((*imported, *CASES, NODES, *ADVISED)):
         if any(word in name for word in asked.cases):
             folder = asked.work / str(number)
             if name == NODES:
                 rows[name] = hardware_of_many_nodes(folder, asked.repeats)
+            elif name in ADVISED:
+                folder.mkdir(parents=True, exist_ok=True)
+                rows[name] = measured(folder, ["advise", *ADVISED[name][0].split()], asked.repeats)
             elif name in imported:
-                rows[name] = measured(folder, published(folder, name, asked.reference), asked.repeats)
+                rows[name] = measured(folder, ["plan", *published(folder, name, asked.reference)], asked.repeats)
             else:
-                rows[name] = measured(folder, prepared(folder, CASES[name]), asked.repeats)
+                rows[name] = measured(folder, ["plan", *prepared(folder, CASES[name])], asked.repeats)
             loads.append(os.getloadavg()[0])
             lines.append(_row(name, rows[name]))
             print(lines[-1], flush=True)
-    if len(rows) == len(IMPORTED) + len(CASES) + 1:
+    if len(rows) == len(IMPORTED) + len(CASES) + 1 + len(ADVISED):
         date, cpus = datetime.now(UTC).strftime("%Y-%m-%d"), os.cpu_count()
         document = {"date": date, "cpus": cpus, "load": [min(loads), max(loads)], "repeats": asked.repeats}
         out = ROOT / "benchmarks/results/search-scale.json"
@@ -137,17 +152,20 @@ def _line(*cells: str) -> str:
 def _row(name: str, row: dict) -> str:
     """The table's line of a case."""
     told = [name, f"{row['cpu_s']:.2f}", GOALS_S.get(name, ""), str(row["peak_mib"])]
-    told += [f"{row['gap']:.2%}", str(row["cases"]), row["plan"]] if "plan" in row else ["", "", ""]
+    told += [f"{row['gap']:.2%}", str(row["cases"])] if "gap" in row else ["", ""]
+    told.append(row.get("plan", ""))
     return _line(*told)
 
 
-def measured(folder: Path, inputs: list[str], repeats: int) -> dict:
+def measured(folder: Path, asked: list[str], repeats: int) -> dict:
     """The median run's CPU seconds, the most memory, and what was found."""
-    command = ["shardwright", "plan", *inputs, "--out", str(folder / "plan.json")]
+    command = ["shardwright", *asked, "--out", str(folder / "plan.json")]
     used = median_of(command, folder, repeats)
     plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-    proof = json.loads((folder / "plan.prediction.json").read_text(encoding="utf-8"))["proof"]
     words = f"pp {len(plan['stages'])}, {plan['num_microbatches']} microbatches, batch {plan['global_batch_size']}"
+    if asked[0] == "advise":  # which prints what is proven
+        return used | {"plan": words}
+    proof = json.loads((folder / "plan.prediction.json").read_text(encoding="utf-8"))["proof"]
     return used | {"gap": proof["gap"], "cases": proof["examined"], "plan": words}
 
 

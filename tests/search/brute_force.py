@@ -7,7 +7,6 @@ import numpy as np
 from random_problems import best_of, random_problem
 
 from shardwright_search.solver.branch_and_bound import optimize
-from shardwright_search.solver.known_labels import KnownLabels
 from shardwright_search.solver.partition import Pipeline
 from shardwright_search.solver.problem import Problem, price
 from shardwright_search.solver.quick_bounds import Relaxed
@@ -28,7 +27,7 @@ def solved(problem: Problem, deadline: float | None = None) -> Optimum[int]:
 
 def pipeline_of(problem: Problem) -> Pipeline:
     """A problem that remembers what it priced, and the labels that it found."""
-    return Pipeline(problem, cache(GroupCosts), Relaxed(), KnownLabels())
+    return Pipeline(problem, cache(GroupCosts), Relaxed())
 
 
 def mistake(problem: Problem, answer: Optimum[int]) -> str | None:

@@ -15,9 +15,9 @@ from shardwright_search.solver.problem import Problem
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import SearchRequest
 
-__all__ = ["SPLIT", "Best", "best_within", "budgets_of_world", "communicating_world", "with_memory"]
+__all__ = ["BEYOND", "Best", "best_within", "budgets_of_world", "communicating_world", "with_memory"]
 
-SPLIT = (9, 10, 38, 56, 106, 138, 139)
+BEYOND = (9, 10, 38, 56, 106, 138, 139)
 """Worlds in which a plan that does not fit with its communicators is the best of a configuration."""
 _MAX_PLANS = 10_000
 

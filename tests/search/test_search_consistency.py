@@ -1,5 +1,7 @@
 """The solver and `evaluate` count alike: time and memory of any plan of random models, clusters and requests."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 from interleaved_problems import every_interleaved, options_of
@@ -10,6 +12,7 @@ from rest_long import rest_long
 from shardwright.io import BadInput
 from shardwright.types import Schedule
 from shardwright_search.cost_model import plan as evaluation
+from shardwright_search.cost_model.parts_of_strategies import parts_of
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.search import NEAR
@@ -178,3 +181,30 @@ def test_a_time_model_prices_a_plan_as_it_prices_its_case():
         target.configuration, random_solution(np.random.default_rng(0), instance.problem(target.configuration))
     )
     assert any("no batch curve" in warning for warning in evaluate(plan, world.profiles, instance.costs).warnings)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_strategies_that_are_priced_at_once_cost_what_each_of_them_does(seed: int) -> None:
+    """Of every layer type, on stages of every topology, whether there is one micro-batch or more."""
+    world, compared = random_world(seed, (4, 8), 4), 0
+    instance = world.instance
+    for configuration in (target.configuration for target in world.targets(instance)):
+        choice = instance.choices.choice(configuration)
+        for topology, name, single in product(
+            instance.choices.placed(configuration).topologies, instance.prices.types, (False, True)
+        ):
+            own = choice.of_type(name)
+            given = topology, own.samples, single, own.turns
+            strategies = instance.prices.layers.shardings(own).of_type(name, topology.size)
+            if strategies:
+                each = [instance.costs.layer(name, strategy, *given) for strategy in strategies]
+                alone = [
+                    (
+                        *(o.microbatch_ps, o.exposed_ps, o.state_bytes, o.memory.gradients, o.memory.gradient_sums),
+                        *(o.activation_bytes, o.workspace_bytes),
+                    )
+                    for o in each
+                ]
+                assert (instance.costs.layers(name, parts_of(strategies), *given).T == np.array(alone)).all()
+                compared += len(strategies)
+    assert compared

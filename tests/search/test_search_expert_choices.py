@@ -14,14 +14,13 @@ from test_search_shared_experts import CLUSTER, MODEL, plan_of, profiles
 
 from shardwright.io import BadInput
 from shardwright.models.description import model_of_config
-from shardwright.plan.process_groups import PlannedGroup, strategy_groups
+from shardwright.plan.process_groups import PlannedGroup, strategy_axes, strategy_groups
 from shardwright.types import HEAD, Model, Plan
 from shardwright.types.strategy import DataParallel, LayerStrategy, SequenceParallel, Strategy
 from shardwright_search.cost_model.plan import Evaluation, evaluate
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.explain.what_if import _kinds
 from shardwright_search.search import SearchAnswer, find_best
-from shardwright_search.space import rank_groups
 from shardwright_search.space.choices import shardings
 from shardwright_search.space.configurations import configurations, narrowed
 from shardwright_search.space.request import SearchRequest
@@ -132,7 +131,8 @@ def test_the_groups_of_a_stage_s_first_rank_are_known_from_its_axes(width: int) 
     listed = shardings(asked, MODEL, "sparse", width)
     for strategy in listed:
         made = {(each.purpose, each.ranks) for each in groups_of(strategy, width) if 0 in each.ranks}
-        assert {(purpose, tuple(ranks)) for purpose, ranks in rank_groups.strategy_groups(strategy)} == made, strategy
+        axes = {(purpose, tuple(range(0, a.size * a.stride, a.stride))) for purpose, a in strategy_axes(strategy)}
+        assert axes == made and len(set(strategy_axes(strategy))) == len(made), strategy
         for rank in range(width):
             assert len({each for each in groups_of(strategy, width) if rank in each.ranks}) == len(made), strategy
     assert len(listed) > 50

@@ -93,21 +93,6 @@ def test_a_guess_that_is_better_than_the_plans_so_far_comes_before_them():
     assert optimum.best is optimum.near[0] and (heard[0], heard[-1]) == (np.inf, 101.0)
 
 
-def test_a_guess_that_is_no_plan_is_made_again_with_room_for_what_it_needs():
-    """Configuration 1 is the part of 0 in which its guess of 100.45, which is no plan, has no place."""
-    found = {0: Made((100.45,), labels=2), 1: Made((102.5,))}
-
-    def optimum_with(with_room):
-        given = [Target(0, 0.0, 1.0)], found.__getitem__
-        no_plan = lambda best: (1,) if best.score == 100.45 else None  # noqa: E731
-        return optimize(*given, max_labels=1, parts_of=no_plan, with_room=with_room)
-
-    optimum = optimum_with(lambda best: 1 if best.score == 100.45 else None)
-    assert optimum.stopped and optimum.best is not None
-    assert (optimum.best.score, optimum.best.target.configuration) == (102.5, 1)
-    assert optimum_with(lambda best: None).best is None, "without room there is no plan yet"
-
-
 def test_what_waits_is_bounded_before_a_search_that_is_stopped_says_its_bound():
     solved_first, waiting = Made((), labels=2), Made((), plans=())
     waiting.relaxed_bound_ps, waiting.lower_ps = 50.0, 99.0

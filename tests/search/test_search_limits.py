@@ -38,6 +38,7 @@ from shardwright_search.solver.stopping import (
     stopped_at,
     until,
 )
+from shardwright_search.space.budget import Infeasible
 from shardwright_search.space.search_space import space_of
 
 FILE = Path("s.json")
@@ -241,24 +242,26 @@ def _interrupted():
 
 
 @pytest.mark.parametrize("second", [_stopped_early, _interrupted, None])
-def test_where_a_second_round_is_stopped_the_fastest_runner_up_that_fits_is_the_answer(make, monkeypatch, second):
+def test_where_a_second_round_is_stopped_the_fastest_plan_that_fits_is_the_answer(make, monkeypatch, second):
     """Before it knows a plan, by its limit and by Ctrl-C, and with one that is slower."""
     model, cluster = make.model(3), make.cluster()
     given = make.request(), model, cluster, make.profiles(model, cluster), FILE, lambda _: None
     first, rounds, whole = find_best(*given), [], search._once
 
-    def once(request, **more):
-        rounds.append(request)
-        answer = whole(request, **more)
+    def once(*asked):
+        rounds.append(asked)
+        answer = whole(*asked)
         if len(rounds) == 1:
-            return replace(answer, fits=False, uncounted_bytes=2**20)
+            return replace(answer, over_bytes=2**20)
         slowest = max(first.runners_up, key=lambda each: each.sample_s)
         return replace(answer, chosen=slowest, stopped=True) if second is None else second()
 
     monkeypatch.setattr(search, "_once", once)
     answer = find_best(*given)
-    fastest = min(first.runners_up, key=lambda each: each.sample_s)
-    assert len(rounds) == 2 and answer.stopped and answer.chosen.plan == fastest.plan
+    assert len(rounds) == 2 and answer.stopped and answer.chosen.plan == first.chosen.plan
+    monkeypatch.setattr(search, "_once", lambda *asked: replace(whole(*asked), fits=False, over_bytes=2**20))
+    beyond = find_best(*given)
+    assert isinstance(beyond, Infeasible) and not beyond.exact and beyond.missing_bytes == 2**20
 
 
 def test_a_space_whose_listing_has_no_end_is_given_up(make, monkeypatch):
@@ -289,7 +292,9 @@ def test_what_cannot_fit_is_answered_at_once_by_the_byte(monkeypatch):
         told = call(APP, "advise", "llama-3-405b", "--gpus", "8x8:H100-SXM", "--batch", 512, "--time-limit", 60)
     # 8 million calls take half a second without the count; it was 105 s.
     assert told.exit_code == 3 and sum(each.callcount for each in calls.getstats()) < 30_000_000
-    assert search_words(r"even the leanest exceeds it by ([\d.]+) GiB a rank: .*\n  GPUs of [\d.]+ GiB", told)
+    assert search_words(
+        r"even the leanest exceeds it by more than ([\d.]+) GiB a rank: .*\n  GPUs of more than [\d.]+ GiB", told
+    )
 
 
 def test_what_cannot_fit_is_answered_by_division_where_the_time_is_up(monkeypatch):

@@ -212,7 +212,19 @@ def forged(document: dict, rng: np.random.Generator) -> dict:
         except (IndexError, KeyError, TypeError):
             continue  # An outer value was replaced before.
         number = value if isinstance(value, float) else 1.0
-        others = [0.0, 1e15, 1e-300, -1.0, number * rng.uniform(0, 2), number * (1 + 1e-9), None, "x", [], 10**400]
+        others = [
+            0.0,
+            1e15,
+            5e-324,
+            1e-300,
+            -1.0,
+            number * rng.uniform(0, 2),
+            number * (1 + 1e-9),
+            None,
+            "x",
+            [],
+            10**400,
+        ]
         held[last] = [*value, *value[:1]] if isinstance(value, list) else others[int(rng.integers(len(others)))]
     return document
 

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from math import inf
-from operator import attrgetter
+from math import ceil, inf
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -24,20 +23,18 @@ from shardwright_search.solver.targets import Best, Optimum, Target
 from shardwright_search.space.budget import (
     Infeasible,
     budgets_of,
-    fits,
     infeasible,
+    over_bytes,
     states_beyond_budget,
-    uncounted_bytes,
     with_spare,
 )
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.demands import NO_DEMANDS, Demands
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import Objective, SearchRequest
-from shardwright_search.space.room_parts import part_with_room, parts_of
 from shardwright_search.space.search_space import SearchSpace, Unlisted, space_of
 
-_FIRST_SHARE = 0.2
+_FIRST_SHARE = 0.6
 """The most of a time limit that is spent on first plans: bounds, and so proofs, come after them."""
 _EARLY_S = 0.05
 T = TypeVar("T")
@@ -77,12 +74,15 @@ class SearchAnswer(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """What is known of the least score of each configuration, the least first."""
     unlisted: Unlisted | None = None
     """Configurations that were bounded alone and may have a better plan."""
-    reserve_gib: float = 0.0
-    """The memory left free in the end: more than the request says where plans make more communicators than expected."""
     fits: bool = True
     """Whether the chosen plan fits with its communicators."""
-    uncounted_bytes: int = 0
-    """Uncounted communicators of the chosen plan, or of one faster by more than `NEAR`, that does not fit; 0: none."""
+    over_bytes: int = 0
+    """Bytes by which the plan of the least closed form exceeds its budget with its communicators; 0: it fits."""
+
+    @property
+    def chosen_scale(self) -> float:
+        """Return the factor from a time of a step of the chosen batch size to the score that is minimised."""
+        return self.instance.score_scale(self.chosen.plan.global_batch_size)
 
     @cached_property
     def runners_up(self) -> tuple[Candidate, ...]:
@@ -102,72 +102,56 @@ def find_best(
 ) -> SearchAnswer | Infeasible:
     """Return the best plan of a request; `report` hears of the progress, `file` names the request in errors.
 
-    Where the best plan of a configuration that is not split does not fit with its communicators, the search begins
-    again with those that were not counted in reserve; the bound stays that of all plans. A runner-up that fits is the
-    answer where that finds nothing, or is stopped before it finds something better.
+    The solver counts the communicators that each stage makes at least. Where the plan that it finds is beyond the
+    budget with all that it makes, it searches again with as much more in reserve. The answer is the fastest plan that
+    fits of those that were found, and the bound is that of all plans.
 
     Raises BadInput for a request that names no plan, and for profiles that do not fit it; RuntimeError where a time
     limit is given in another thread than the main one.
     """
     deadline = until(time_limit_s)
     request = with_spare(request, cluster, profiles)
-    budgets, asked, left = budgets_of(request, cluster, file), request, list[SearchAnswer]()
-    given = model, cluster, profiles
-    once = partial(_once, given=given, file=file, report=report, deadline=deadline, budgets=budgets, demands=demands)
-    while not isinstance(answer := _or_spare(once, asked, left), Infeasible):
-        if (more := answer.uncounted_bytes) == 0:
-            spare = _spare(left if answer.stopped else [each for each in left if each.fits])
-            faster = spare is not None and spare.chosen.sample_s < answer.chosen.sample_s
-            known = replace(spare, stopped=answer.stopped) if spare is not None and faster else answer
-            return _with_bound(known, left[0]) if left else known
-        left.append(answer)
-        report(f"its communicators need {more} bytes more than was left for them: searching with as much in reserve")
-        asked = replace(asked, reserve_gib=asked.reserve_gib + more / GIB)
-        if (asked.reserve_gib - request.reserve_gib) * GIB >= min(budgets.values()):
-            reason = f"no plan fits: the communicators of a plan that was found exceed the budget by {more} bytes"
-            return _spare(left) or Infeasible(reason, more, min(budgets.values()) + more, False)
-    spare = _spare(left)
-    return answer if spare is None else _with_bound(spare, left[0])
-
-
-def _with_bound(answer: SearchAnswer, first: SearchAnswer) -> SearchAnswer:
-    """Return an answer with the bound of the first search, which left nothing in reserve and so bounds all plans."""
-    samples = answer.chosen.plan.global_batch_size / first.chosen.plan.global_batch_size
-    stopped = answer.stopped or first.stopped
-    return replace(answer, bound_s=min(answer.bound_s, first.bound_s * samples), stopped=stopped)
-
-
-def _or_spare(
-    once: Callable[..., SearchAnswer | Infeasible], request: SearchRequest, left: Sequence[SearchAnswer]
-) -> SearchAnswer | Infeasible:
-    """Return the answer to a request, or the spare one of those before where time or Ctrl-C leave no other."""
-    try:
-        return once(request, known=left[-1].instance if left else None)
-    except (StoppedEarly, KeyboardInterrupt):
-        if (spare := _spare(left)) is None:
+    budgets, given = budgets_of(request, cluster, file), (model, cluster, profiles)
+    answers, reserve = list[SearchAnswer](), 0
+    while reserve < min(budgets.values()):
+        known = answers[-1].instance if answers else None
+        asked = replace(request, reserve_gib=request.reserve_gib + reserve / GIB)
+        try:
+            answer = _once(asked, given, file, report, deadline, budgets, known, demands)
+        except (StoppedEarly, KeyboardInterrupt):
+            if any(each.fits for each in answers):
+                return replace(_fastest(answers), stopped=True)
             raise
-        return replace(spare, stopped=True)
+        if isinstance(answer, Infeasible):
+            if not answers:
+                return answer
+            break
+        answers.append(answer)
+        if answer.over_bytes == 0 or (answer.stopped and answer.fits):
+            break
+        # At least twice as much each time, lest the same plan come again and again.
+        reserve += max(answer.over_bytes, reserve)
+        report(f"its communicators exceed the budget by {answer.over_bytes} bytes: searching with more in reserve")
+    return _fastest(answers) if any(each.fits for each in answers) else _beyond(budgets, answers)
 
 
-def _spare(answers: Sequence[SearchAnswer]) -> SearchAnswer | None:
-    """Return the last of the answers that fits or has a runner-up, which then is its plan; None: there is none."""
-    spare = next((answer for answer in reversed(answers) if answer.fits or answer.runners_up), None)
-    return None if spare is None else replace(spare if spare.fits else _with_runner_up(spare), uncounted_bytes=0)
+def _fastest(answers: Sequence[SearchAnswer]) -> SearchAnswer:
+    """Return the fastest of the answers that fit with the bound of the first, which left nothing in reserve."""
+    first, best = answers[0], min((each for each in answers if each.fits), key=lambda each: each.chosen.sample_s)
+    as_best = first.chosen_scale / best.chosen_scale
+    stopped = any(answer.stopped for answer in answers)
+    return replace(best, bound_s=min(best.bound_s, first.bound_s * as_best), stopped=stopped)
 
 
-def _with_runner_up(answer: SearchAnswer) -> SearchAnswer:
-    """Return the answer with its fastest runner-up in place of the chosen plan."""
-    best = min(answer.runners_up, key=attrgetter("sample_s"))
-    rest = tuple(each for each in answer.runners_up if each is not best)
-    samples = best.plan.global_batch_size / answer.chosen.plan.global_batch_size
-    return replace(
-        answer,
-        chosen=best,
-        fits=True,
-        optimum_s=best.evaluation.estimate.objective_s,
-        bound_s=answer.bound_s * samples,
-        beside=lambda: rest,
+def _beyond(budgets: Mapping[str, int], answers: Sequence[SearchAnswer]) -> Infeasible:
+    """Return by how many bytes the leanest plan of answers, none of which fits, exceeds its budget."""
+    least = min(each.over_bytes for each in answers)
+    min_bytes = min(budgets.values()) + least
+    reason = (
+        f"no plan fits: the communicators of the leanest that was found exceed the budget by {least} bytes: "
+        f"raise memory_gib to {ceil(min_bytes / GIB * 1e6) / 1e6:.6f}"
     )
+    return Infeasible(reason, least, min_bytes, False)
 
 
 class _Choice(NamedTuple):
@@ -189,8 +173,8 @@ def _once(
     report: Report,
     deadline: float,
     budgets: Mapping[str, int],
-    known: Instance | None = None,
-    demands: Demands = NO_DEMANDS,
+    known: Instance | None,
+    demands: Demands,
 ) -> SearchAnswer | Infeasible:
     space = listed(lambda: _listed(space_of(request, *given, file, known, demands)), file, deadline)
     if states_beyond_budget(space.instance) > 0:
@@ -205,7 +189,7 @@ def _once(
     choice, whole = latest(_choices(space, optimum), after)
     choice = choice or _Choice(optimum.best, (optimum.best,), len(optimum.near))
     answer = _answer(space, optimum, choice, budgets, deadline)
-    return replace(answer, stopped=optimum.stopped or not whole, reserve_gib=request.reserve_gib)
+    return replace(answer, stopped=optimum.stopped or not whole)
 
 
 def listed(make: Callable[[], T], file: Path, deadline: float) -> T:
@@ -247,16 +231,13 @@ def _answer(
     assert optimum.best is not None
     instance, ranked = space.instance, choice.ranked
 
-    is_within = partial(_is_within, instance, budgets=budgets)
+    is_within = partial(_is_within, budgets=budgets)
     chosen = next((each for each in ranked if len(ranked) > 1 and is_within(candidate_of(instance, each))), ranked[0])
     configuration, scale = chosen.target.configuration, chosen.target.scale * 1e12
     candidate = candidate_of(instance, chosen, timeline=is_short(configuration))
-    fitting, more = is_within(candidate), 0
-    best = optimum.best if is_within(candidate_of(instance, optimum.best)) else chosen
+    fastest = candidate_of(instance, optimum.best)
+    best = optimum.best if is_within(fastest) else chosen
     left = space.open_below(best.score)
-    if not fitting or best.score > optimum.best.score * (1 + NEAR):
-        other = optimum.best if fitting else chosen
-        more = uncounted_bytes(instance, other.target.configuration, *candidate_of(instance, other), budgets)
 
     def beside() -> tuple[Candidate, ...]:
         known = (*best_elsewhere(space, optimum, choice.first, deadline), *choice.compared)
@@ -276,8 +257,8 @@ def _answer(
         instance=instance,
         bounds=optimum.bounds,
         unlisted=left,
-        fits=fitting,
-        uncounted_bytes=more,
+        fits=is_within(candidate),
+        over_bytes=max(0, *over_bytes(fastest.plan, fastest.evaluation.estimate, budgets)),
     )
 
 
@@ -304,8 +285,8 @@ def _first(space: SearchSpace, deadline: float) -> tuple[Best[Configuration] | N
     return first, whole or (rest_s is not None and rest_s < _EARLY_S)
 
 
-def _is_within(instance: Instance, candidate: Candidate, budgets: Mapping[str, int]) -> bool:
-    return not instance.counts_communicators or fits(*candidate, budgets)
+def _is_within(candidate: Candidate, budgets: Mapping[str, int]) -> bool:
+    return max(over_bytes(candidate.plan, candidate.evaluation.estimate, budgets)) <= 0
 
 
 def _optimum_or_first(
@@ -325,7 +306,7 @@ def _optimum_or_first(
         first = space.plain(promising or space.targets)
     if first is not None and optimum.best is not None:
         better = first.score < optimum.best.score
-        first = first if better and _is_within(space.instance, candidate_of(space.instance, first), budgets) else None
+        first = first if better and _is_within(candidate_of(space.instance, first), budgets) else None
     if first is not None:
         return optimum._replace(best=first, near=(first,), bound=min(optimum.bound, first.score))
     if optimum.best is None and optimum.stopped:
@@ -353,6 +334,4 @@ def _optimum(space: SearchSpace, deadline: float, report: Report) -> Optimum[Con
         progress,
         waits=lambda asked: asked.num_chunks > 1,
         wide=len(space.instance.budgets) > 1,
-        parts_of=partial(parts_of, space.instance),
-        with_room=partial(part_with_room, space.instance),
     )

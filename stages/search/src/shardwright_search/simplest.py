@@ -29,7 +29,7 @@ from shardwright_search.solver.quick_bounds import Relaxed
 from shardwright_search.solver.stage_options import GroupCosts
 from shardwright_search.solver.stopping import CpuSeconds, latest, until
 from shardwright_search.solver.targets import Solvable, Target
-from shardwright_search.space.budget import Infeasible, budgets_of, budgets_of_stages
+from shardwright_search.space.budget import Infeasible, budgets_of, over_bytes
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import SearchRequest
@@ -124,9 +124,7 @@ class _Fits(NamedTuple):
     def candidate(self, plan: Plan) -> Candidate | None:
         """Return a plan with its price; None: it does not fit."""
         priced = Candidate(plan, evaluate(plan, self.instance.costs.profiles, self.instance.costs, timeline=False))
-        limits = budgets_of_stages(plan, self.budgets)
-        stages = zip(priced.evaluation.estimate.stages, limits, strict=True)
-        return priced if all(stage.memory_bytes <= limit for stage, limit in stages) else None
+        return priced if max(over_bytes(plan, priced.evaluation.estimate, self.budgets)) <= 0 else None
 
     def timed(self, candidate: Candidate) -> Candidate:
         """Return a plan with the events of its step where all of them are played."""

@@ -43,7 +43,7 @@ from shardwright_search.advise.traced import is_traced, traced_model
 from shardwright_search.cost_model.expert_load import LoadFile, read_load
 from shardwright_search.cost_model.profiles import Profiles, index_profiles, together
 from shardwright_search.options import AdviseOptions
-from shardwright_search.space.budget import budgets_of_stages
+from shardwright_search.space.budget import over_bytes
 from shardwright_search.space.request import SearchRequest
 from shardwright_search.systems.entry import Setting
 from shardwright_search.systems.registry import SYSTEMS
@@ -109,8 +109,7 @@ class Question(NamedTuple):
 
     def left_bytes(self, plan: Plan, estimate: Estimate) -> tuple[int, ...]:
         """Return the bytes that a plan leaves of the budget of a rank of each stage; negative where it does not fit."""
-        budgets = budgets_of_stages(plan, self.budgets)
-        return tuple(budget - stage.memory_bytes for budget, stage in zip(budgets, estimate.stages, strict=True))
+        return tuple(-over for over in over_bytes(plan, estimate, self.budgets))
 
     def fits(self, plan: Plan, estimate: Estimate) -> bool:
         """Return whether each pipeline stage fits the budget."""

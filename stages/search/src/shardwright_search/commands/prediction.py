@@ -21,7 +21,7 @@ from shardwright_search.cost_model.profiles import Profiles, read_profiles
 from shardwright_search.profile_options import ProfileOptions
 from shardwright_search.proof_words import proof_words
 from shardwright_search.search import SearchAnswer
-from shardwright_search.space.budget import headroom
+from shardwright_search.space.budget import budgets_of, headroom, over_bytes
 from shardwright_search.space.request import Objective, SearchRequest, StageWidths
 from shardwright_search.space.runnable import left_out
 
@@ -138,7 +138,7 @@ def prediction_of_searched(
     """
     plan, evaluation = answer.chosen
     unsearched = [f"not searched: {line}" for line in left_out(request, plan.model, plan.cluster)]
-    further = *_unlisted(answer), *_communicators(answer, request, budgets_bytes)
+    further = *_unlisted(answer), *_communicators(answer, request)
     fullest = max(range(len(plan.stages)), key=lambda stage: evaluation.estimate.stages[stage].memory_bytes)
     return replace(
         prediction_of_evaluated(plan, evaluation, files, (*warnings, *unsearched, *further)),
@@ -168,19 +168,12 @@ def _unlisted(answer: SearchAnswer) -> Iterator[str]:
         yield f"{answer.unlisted.text}, which leaves the gap; {remedy}"
 
 
-def _communicators(answer: SearchAnswer, request: SearchRequest, budgets_bytes: Sequence[int]) -> Iterator[str]:
-    """Yield warnings where the reserve for communicators had to grow, or is too small for the plan."""
-    if answer.reserve_gib > request.reserve_gib:
-        more = answer.reserve_gib - request.reserve_gib
-        yield (
-            f"{more:.3g} GiB more than reserve_gib were left free, which communicators of plans that may be faster "
-            "needed; others that would fit without were not searched, and the gap says how much faster they may be"
-        )
-    stages = answer.chosen.evaluation.estimate.stages
-    for number, (stage, most) in enumerate(zip(stages, budgets_bytes, strict=True)):
-        if stage.memory_bytes > most and "communicators" in stage.memory_terms_bytes:
-            more_bytes = stage.memory_bytes - most
-            yield f"stage {number} exceeds the budget by {more_bytes} bytes with its communicators: raise reserve_gib"
+def _communicators(answer: SearchAnswer, request: SearchRequest) -> Iterator[str]:
+    """Yield warnings where a plan is beyond the budget with its communicators, as of sub-clusters of a front."""
+    budgets = budgets_of(request, answer.chosen.plan.cluster, Path(request.name))
+    for number, over in enumerate(over_bytes(answer.chosen.plan, answer.chosen.evaluation.estimate, budgets)):
+        if over > 0:
+            yield f"stage {number} exceeds the budget by {over} bytes with its communicators: raise reserve_gib"
 
 
 def _widths(request: SearchRequest) -> str:

@@ -6,11 +6,12 @@ recognised as equal.
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from math import ceil
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from shardwright.key import LayerKey
 from shardwright.optimizers.registry import ADAMW, Optimizer
@@ -52,20 +53,22 @@ from shardwright_search.cost_model.experts import (
 from shardwright_search.cost_model.layer_cost import Cost as Cost
 from shardwright_search.cost_model.layer_cost import Gather as Gather
 from shardwright_search.cost_model.layer_cost import LayerCost as LayerCost
-from shardwright_search.cost_model.layer_cost import gather_of
+from shardwright_search.cost_model.layer_cost import all_picoseconds, gather_of
 from shardwright_search.cost_model.layer_cost import picoseconds as picoseconds
 from shardwright_search.cost_model.parameters import (
+    AllOverlapped,
     LayerParameters,
     ParameterCosts,
     joined_parameters,
     parameter_costs,
     slowest_parameters,
 )
-from shardwright_search.cost_model.parts_of_strategies import of_parameters, of_passes
+from shardwright_search.cost_model.parts_of_strategies import Parts, of_parameters, of_passes
 from shardwright_search.cost_model.profiles import Passes, Profiles
 from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.cost_model.topology import StageTopology, axis_group_kinds
 from shardwright_search.step.cached_method import cached_method
+from shardwright_search.step.pareto import Numbers
 
 
 def _slower(ends: Iterable[Duration]) -> Cost:
@@ -275,6 +278,67 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
             activation_bytes=ceil(figures.activation_bytes),
             workspace_bytes=max(workspace, costs.memory.unreduced_gradients) + costs.memory.buffers,
             warnings=tuple(dict.fromkeys(warning for warning in warnings if warning is not None)),
+        )
+
+    def layers(
+        self,
+        type_name: str,
+        parts: Parts,
+        topology: StageTopology,
+        samples: int,
+        single_microbatch: bool,
+        turns: Turns = PLAIN_TURNS,
+    ) -> Numbers:
+        """Return what the solver counts of layers of that type under many strategies at once [7, strategies].
+
+        In the order of the solver's `Options`, these are the numbers of `layer`: time of a microbatch, time once a
+        step, state, gradients and their sums, activations and workspace.
+        """
+        passes = [self._pass_numbers(type_name, each, topology, samples, turns) for each in parts.passes]
+        own = [self._parameter_numbers(type_name, each, topology, single_microbatch) for each in parts.parameters]
+        forward_s, backward_s, activation, workspace = np.array(passes).T[:, parts.passes_of]
+        columns = np.array(own).T[:, parts.parameters_of]
+        each, once, reduction = (AllOverlapped(*columns[first : first + 4]) for first in (0, 4, 8))
+        partial_sum_s, optimizer_s, state, gradients, sums, unreduced, buffers = columns[12:]
+        reduced = all_picoseconds(reduction.added_s(backward_s))
+        nothing = np.zeros_like(reduced)
+        reduces_every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
+        every, at_end = (reduced, nothing) if reduces_every else (nothing, reduced)
+        times = forward_s, backward_s, each.added_s(forward_s), each.added_s(backward_s)
+        ends = partial_sum_s, once.added_s(forward_s), optimizer_s
+        return np.array(
+            [
+                sum(map(all_picoseconds, times)) + every,
+                sum(map(all_picoseconds, ends)) + at_end,
+                *(state, gradients, sums, activation),
+                np.maximum(workspace, unreduced) + buffers,
+            ]
+        )
+
+    def _pass_numbers(
+        self, type_name: str, strategy: Strategy, topology: StageTopology, samples: int, turns: Turns
+    ) -> tuple[float, float, int, int]:
+        """Return forward and backward time in seconds, activations and workspace."""
+        compute, further, least = self._passes(type_name, strategy, topology, samples, turns)
+        figures, context = compute.figures, SharedContext(self.model, type_name, strategy, samples, self.precision)
+        return (
+            max(figures.forward_s + further[0].time_s, least[0]),
+            max(figures.backward_s + further[1].time_s, least[1]),
+            ceil(figures.activation_bytes),
+            ceil(figures.workspace_bytes) + context.workspace_bytes,
+        )
+
+    def _parameter_numbers(
+        self, type_name: str, strategy: Strategy, topology: StageTopology, single_microbatch: bool
+    ) -> tuple[float, ...]:
+        """Return the numbers of each collective, times once a step, and bytes."""
+        costs = self._all_parameters(type_name, strategy, topology, single_microbatch)
+        collectives = costs.gather_each, costs.gather_once, costs.reduction
+        memory = costs.memory
+        return (
+            *chain.from_iterable(each.numbers for each in collectives),
+            *(costs.partial_sum_s, costs.optimizer_s, memory.all_step_bytes),
+            *(memory.gradients, memory.gradient_sums, memory.unreduced_gradients, memory.buffers),
         )
 
     @cached_method

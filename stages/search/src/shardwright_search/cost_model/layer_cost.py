@@ -3,9 +3,11 @@
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from shardwright_search.cost_model.collectives import Duration, Slowdowns, overlapped_time
 from shardwright_search.cost_model.parameters import Overlapped, ParameterMemory
+from shardwright_search.step.pareto import Numbers
 
 
 class Cost(NamedTuple):
@@ -72,13 +74,17 @@ class LayerCost(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def state_bytes(self) -> int:
         """Bytes that are held all step long; other gradients come with the first backward pass."""
-        memory = self.memory
-        return memory.parameters + memory.gathered_parameters + memory.optimizer + memory.gradient_buffer
+        return self.memory.all_step_bytes
 
 
 def gather_of(overlapped: Overlapped) -> Gather:
     """Return a gather in whole picoseconds."""
     return Gather(picoseconds(overlapped.alone.time_s), overlapped.slowdowns, picoseconds(overlapped.overhead_s))
+
+
+def all_picoseconds(times_s: Numbers) -> Numbers:
+    """Return many times as `picoseconds` does."""
+    return np.asarray(np.rint(times_s * 1e12))
 
 
 def picoseconds(time_s: float) -> int:

@@ -8,10 +8,11 @@ group); s, c, r: bytes of a number as stored, computed with and reduced. P/w is 
 """
 
 from collections.abc import Sequence
-from math import ceil
+from math import ceil, nan
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 from msgspec import UNSET
 
 from shardwright.estimate.held import OURS, Held
@@ -43,6 +44,7 @@ from shardwright_search.cost_model.topology import (
     axis_group_kinds,
     data_group_kinds,
 )
+from shardwright_search.step.pareto import Numbers
 
 
 class ParameterMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +91,11 @@ class ParameterMemory(msgspec.Struct, frozen=True, kw_only=True):
     They grow while what the pass itself holds for a moment goes: the larger of both counts. Of a replicated layer, the
     largest bucket that its gradients are copied to.
     """
+
+    @property
+    def all_step_bytes(self) -> int:
+        """Bytes that are held all step long; other gradients come with the first backward pass."""
+        return self.parameters + self.gathered_parameters + self.optimizer + self.gradient_buffer
 
 
 def parameter_memory(
@@ -194,6 +201,28 @@ class Overlapped(NamedTuple):
     def added_s(self, compute_s: float) -> float:
         """Return what it adds to a pass that takes so long, overhead included."""
         return self.overlapped_s(compute_s) + self.overhead_s
+
+    @property
+    def numbers(self) -> tuple[float, float, float, float]:
+        """Return the numbers of `AllOverlapped`."""
+        return self.alone.time_s, *(self.slowdowns or (nan, nan)), self.overhead_s
+
+
+class AllOverlapped(NamedTuple):
+    """Many collectives as `Overlapped` has one; slowdowns that are no number: they do not overlap."""
+
+    alone_s: Numbers
+    slow_compute: Numbers
+    slow_collective: Numbers
+    overhead_s: Numbers
+
+    def added_s(self, compute_s: Numbers) -> Numbers:
+        """Return what each adds to its pass, as `overlapped_time` has it, overhead included."""
+        alone_s, slow_compute, slow_collective, overhead_s = self
+        hidden_s = alone_s * slow_collective * (1 - 1 / slow_compute)
+        longer_s = compute_s * slow_compute + alone_s - compute_s * slow_compute / slow_collective - compute_s
+        both_s = np.where(alone_s * slow_collective <= compute_s * slow_compute, hidden_s, longer_s)
+        return np.asarray(np.where(np.isnan(slow_compute) | (alone_s == 0), alone_s, both_s) + overhead_s)
 
 
 class ParameterCosts(msgspec.Struct, frozen=True, kw_only=True):

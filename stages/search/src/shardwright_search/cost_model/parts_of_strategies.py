@@ -1,10 +1,17 @@
 """The parts of a strategy that prices depend on: strategies that differ elsewhere are priced once."""
 
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
 from msgspec import UNSET
 from msgspec.structs import replace
 
 from shardwright.plan.expert_messages import shares_experts
 from shardwright.types import DataParallel, LayerStrategy, Recompute, Strategy
+from shardwright_search.step.pareto import Ints
+
+H = TypeVar("H", bound=Hashable)
 
 
 def of_parameters(strategy: Strategy) -> Strategy:
@@ -20,3 +27,25 @@ def of_passes(strategy: Strategy) -> Strategy:
     if isinstance(strategy, LayerStrategy) and strategy.experts is not UNSET:
         return replace(strategy, **whole, experts=replace(strategy.experts, **whole))
     return replace(strategy, **whole)
+
+
+class Parts(NamedTuple):
+    """The parts of many strategies, each once, and which of them each strategy has."""
+
+    passes: tuple[Strategy, ...]
+    passes_of: Ints
+    """[strategies]."""
+    parameters: tuple[Strategy, ...]
+    parameters_of: Ints
+    """[strategies]."""
+
+
+def parts_of(strategies: Sequence[Strategy]) -> Parts:
+    """Return the parts of strategies."""
+    return Parts(*_numbered(list(map(of_passes, strategies))), *_numbered(list(map(of_parameters, strategies))))
+
+
+def _numbered(values: Sequence[H]) -> tuple[tuple[H, ...], Ints]:
+    """Return the different values, and the number of each among them."""
+    numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
+    return tuple(numbers), np.array([numbers[value] for value in values], np.int64)

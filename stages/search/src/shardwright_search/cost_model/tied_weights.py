@@ -46,6 +46,16 @@ def shared_cost_ps(costs: CostModel, stages: Sequence[Sequence[int]]) -> int:
     return total
 
 
+def types_with_replicas(model: Model) -> frozenset[str]:
+    """Return the types of layers whose ranks are in the group of tied or shared parameters."""
+    shared = (
+        names
+        for names in model.layers_by_base.values()
+        if len(names) > 1 and any(parameter.shared for parameter in model.types[names[0]].parameters)
+    )
+    return frozenset((EMBEDDING, HEAD) if model.tied else ()).union(*shared)
+
+
 def has_shared(model: Model) -> bool:
     """Return whether several layers hold replicas of a parameter."""
     return any(p.shared for name in set(model.layers) for p in model.types[name].parameters)

@@ -25,7 +25,6 @@ from shardwright_search.solver.stopping import latest, soon
 from shardwright_search.solver.targets import Best, Solvable, Target
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.request import BatchRange, Objective, SearchRequest, StageWidths
-from shardwright_search.space.room_parts import parts_of
 from shardwright_search.space.search_space import SearchSpace, Unlisted, space_of
 
 _NEEDED = "pp_sizes", "tp_sizes", "cp_sizes"
@@ -123,7 +122,7 @@ def find_front(
         points = f"{len(prices.front)} points: above {bound * 1e-9:.6g} ms a step"
         report(f"{left} configurations left, {points}{time_left.words(left)}")
 
-    done = exhaust(targets, _solvable_of(spaces), prices.limit, prices.take, deadline, progress, _parts_of(spaces))
+    done = exhaust(targets, _solvable_of(spaces), prices.limit, prices.take, deadline, progress)
     if done.stopped and not prices.front and (plain := latest(_plain(spaces), soon(0.0))[0]) is not None:
         prices.take(plain)
     bounds, unlisted = [inf] * len(offered), dict[int, Unlisted]()
@@ -223,18 +222,6 @@ def _asked_of(request: SearchRequest, cluster: Cluster) -> SearchRequest | None:
     if isinstance(memory, Mapping):
         memory = {name: gib for name, gib in memory.items() if name in node_types_of(cluster)} or None
     return replace(request, **lists | {"shard_sizes": lists["shard_sizes"] or None, "memory_gib": memory})
-
-
-def _parts_of(spaces: Mapping[int, SearchSpace]) -> Callable[[Best[Rented]], tuple[Rented, ...] | None]:
-    """Return how a configuration on its sub-cluster is split whose best plan does not fit with its communicators."""
-
-    def parts(best: Best[Rented]) -> tuple[Rented, ...] | None:
-        number, configuration = best.target.configuration
-        target = Target(configuration, best.target.offset_ps, best.target.scale)
-        split = parts_of(spaces[number].instance, Best(target, best.priced, best.score))
-        return split if split is None else tuple(Rented(number, part) for part in split)
-
-    return parts
 
 
 def _solvable_of(spaces: Mapping[int, SearchSpace]) -> Callable[[Rented], Solvable]:

@@ -13,7 +13,7 @@ from typing import Generic
 
 import numpy as np
 
-from shardwright_search.solver.guesses import AT_ONCE, GUESSED, WIDE, best_guess, guess_with_room
+from shardwright_search.solver.guesses import AT_ONCE, GUESSED, WIDE, best_guess
 from shardwright_search.solver.open_configurations import LIMITS, NOTHING, RELAXED, Open, cuts_of
 from shardwright_search.solver.partition import PricedSolution
 from shardwright_search.solver.stopping import Spent, ended
@@ -21,8 +21,6 @@ from shardwright_search.solver.targets import Best, C, Optimum, Solvable, Target
 
 _MAX_WIDER_LABELS = 6_000
 """Work on a configuration's plans past the limit that it was solved below."""
-_MAX_PARTS = 400
-"""Largest number of parts of configurations that are searched; beyond it only bounds are known."""
 
 
 def optimize(
@@ -35,36 +33,29 @@ def optimize(
     max_labels: float = np.inf,
     waits: Callable[[C], bool] = lambda configuration: False,
     wide: bool = False,
-    parts_of: Callable[[Best[C]], Sequence[C] | None] = lambda best: None,
-    with_room: Callable[[Best[C]], C | None] = lambda best: None,
 ) -> Optimum[C]:
     """Return the best plan of all configurations, and up to `most` of each configuration within `near` of it.
 
     `deadline` and Ctrl-C end the search early. `report` hears the best score, the least
     bound and how many configurations are left. After `max_labels` labels it ends early, too. A configuration that
     `waits` comes after the best plan of all others is found, which a search that is stopped then has. `wide`: guesses
-    far above loose bounds are plans to be stayed below, too. `parts_of`: what to search instead of a configuration
-    whose best plan is none after all; None if it is one. Where there are too many parts, the best is such a plan if
-    no other is known. `with_room`: the part in which to guess again where a guess is none after all.
+    far above loose bounds are plans to be stayed below, too.
     """
-    search = Search(targets, solvable, most, max_labels, wide, parts_of, with_room)
+    search = Search(targets, solvable, most, max_labels, wide)
 
     def progress(bound: float, left: int) -> None:
         known = search.best_known
         report(np.inf if known is None else known.score, bound, left)
 
     stopped = not ended(partial(search.run, lambda _: search.best_score, progress, waits=waits), deadline)
-    best = search.best_known if stopped or search.left_out else search.best
+    best = search.best_known if stopped else search.best
     bound = min(search.min_bound, np.inf if best is None else best.score)
     limit = search.best_score * (1 + near)
     if not stopped and best is not None:
         stopped = not ended(partial(search.find_all, limit), deadline)
     known = (one for plans in search.plans.values() for one in plans if one.score <= limit)
-    close = sorted((one for one in known if parts_of(one) is None), key=_score)
-    if best is None:
-        best = min(search.left_out.values(), key=_score, default=None)
-        close = [] if best is None else [best]
-    elif not close or best.score < close[0].score:
+    close = sorted(known, key=_score)
+    if best is not None and (not close or best.score < close[0].score):
         close = [best, *close]  # a guess
     return Optimum(best, tuple(close), bound, search.bounds(), search.looked_at, len(search.plans), stopped)
 
@@ -90,12 +81,9 @@ class Search(Generic[C]):
         most: int,
         max_labels: float,
         wide: bool = False,
-        parts_of: Callable[[Best[C]], Sequence[C] | None] = lambda best: None,
-        with_room: Callable[[Best[C]], C | None] = lambda best: None,
     ) -> None:
-        self._wide, self._with_room = wide, with_room
+        self._wide = wide
         self._targets, self._solvable, self._most = list(targets), solvable, most
-        self._parts_of, self._max_targets = parts_of, len(targets) + _MAX_PARTS
         self._max_labels, self._labels = max_labels, 0
         self._now = Open(0.0, -1, 0)
         self.heap: list[Open] = []
@@ -109,11 +97,6 @@ class Search(Generic[C]):
         self._reach: dict[int, float] = {}
         """Scores below which all plans of a configuration with plans are known, up to the most that are asked."""
         self.best: Best[C] | None = None
-        self.left_out: dict[int, Best[C]] = {}
-        """The best plan that does not fit with its communicators, by configuration, if there were too many parts to
-        search."""
-        self.whole: list[int] = list(range(len(targets)))
-        """The number of the target that each configuration is a part of, or is."""
         self.looked_at = 0
 
     @property
@@ -129,8 +112,7 @@ class Search(Generic[C]):
     @property
     def min_bound(self) -> float:
         """A lower bound of the scores of plans of the remaining configurations, the current one included."""
-        left_out = (best.score for best in self.left_out.values())
-        return min([self._now.bound, *left_out, *(one.bound for one in (*self.heap[:1], *self._waiting))])
+        return min([self._now.bound, *(one.bound for one in (*self.heap[:1], *self._waiting))])
 
     @property
     def _left(self) -> list[Open]:
@@ -195,11 +177,7 @@ class Search(Generic[C]):
         return bool(self.heap)
 
     def find_all(self, limit: float) -> None:
-        """Find all plans up to a limit above the best one, as far as that is little work.
-
-        No parts are searched any more.
-        """
-        self._max_targets = 0
+        """Find all plans up to a limit above the best one, as far as that is little work."""
         self.heap, self._closed = [*self.heap, *self._closed], []
         heapq.heapify(self.heap)
         while self.heap and self.heap[0].bound <= limit:
@@ -209,8 +187,7 @@ class Search(Generic[C]):
 
     def unsolved(self) -> dict[int, float]:
         """Return the bounds of configurations neither solved nor closed, by number; 0: it was not looked at."""
-        left_out = {number: best.score for number, best in self.left_out.items()}
-        return {number: 0.0 for number in range(self.looked_at, len(self._targets))} | self._open | left_out
+        return {number: 0.0 for number in range(self.looked_at, len(self._targets))} | self._open
 
     def final_scores(self) -> dict[int, float]:
         """Return the best plans' scores, and the bounds that are not below their limits, by number."""
@@ -266,7 +243,7 @@ class Search(Generic[C]):
             guessed = self._guess(here, target, limit)
             known = np.inf if guessed is None else target.score(guessed.objective_ps)
             if guessed is not None and known < limit:
-                self._take_guess(here.number, Best(target, guessed, known), limit)
+                self._take_guess(here.number, Best(target, guessed, known))
         wanted = next((cut for cut in cuts if known < cut), limit)
         if wanted <= here.bound * (1 + AT_ONCE):
             cut = wanted
@@ -279,39 +256,16 @@ class Search(Generic[C]):
             narrowest = next(cut for cut in cuts if plans[0].score < cut)
             plans = tuple(best for best in plans if best.score < narrowest)
             self._reach[here.number] = narrowest
-        if plans and (parts := self._parts_of(plans[0])) is not None:
-            self._search_parts(here.number, plans[0], parts)
-            return
         self.plans[here.number] = plans
         if plans:
             self.best = min((*plans[:1], *self._best), key=_score)
         elif np.isfinite(cut):
             heapq.heappush(self.heap, Open(cut, here.number, min(tries + 1, len(LIMITS)), known))
 
-    def _take_guess(self, number: int, best: Best[C], limit: float) -> None:
-        known = self.best_known
-        if self._parts_of(best) is not None:
-            if known is not None and known.score <= best.score * (1 + AT_ONCE):
-                return
-            again = guess_with_room(best, limit, self._solvable, self._with_room)
-            if again is None or self._parts_of(again) is not None:
-                return
-            best = again
+    def _take_guess(self, number: int, best: Best[C]) -> None:
         self.guesses[number] = best
         if self._wide:
             self.best = self.best_known
-
-    def _search_parts(self, number: int, best: Best[C], parts: Sequence[C]) -> None:
-        """Search the parts of a configuration instead of it, because its best plan turned out not to fit."""
-        if len(self._targets) + len(parts) > self._max_targets:
-            if self._max_targets:
-                self.left_out[number] = best
-            return
-        self.whole += [self.whole[number]] * len(parts)
-        for part in parts:
-            heapq.heappush(self.heap, Open(best.score, len(self._targets), RELAXED))
-            self._targets.append(best.target._replace(configuration=part))
-        self.looked_at += len(parts)
 
     def _widen(self, limit: float) -> None:
         """Find all plans up to a limit, for what was solved below a lower one, as far as that is little work."""

@@ -18,7 +18,7 @@ class Exhausted(NamedTuple):
     bounds: tuple[float, ...]
     """Lower bound of the scores of a target's plans, unless its limit is lower; infinity: it has no plan."""
     open: tuple[int, ...]
-    """The targets that may have a plan below their limit: none, unless the search was stopped or had too many parts."""
+    """The targets that may have a plan below their limit: none, unless the search was stopped."""
     looked_at: int
     solved: int
     stopped: bool
@@ -31,19 +31,18 @@ def exhaust(
     take: Callable[[Best[C]], None],
     deadline: float | None = None,
     report: Callable[[float, int], None] = lambda bound, left: None,
-    parts_of: Callable[[Best[C]], Sequence[C] | None] = lambda best: None,
 ) -> Exhausted:
     """Pass the best plan of each target that has one below its limit to `take`, as soon as it is found.
 
     Targets are worked on by ascending bound. So where limits come from plans with a lower score alone, a target is
     solved no further than it must be: all plans below its bound are known. `deadline` and Ctrl-C end the search early.
-    `report` hears the least bound and how many targets are left. `parts_of` is that of `optimize`.
+    `report` hears the least bound and how many targets are left.
     """
-    search = Search(targets, solvable, 1, np.inf, True, parts_of)
+    search = Search(targets, solvable, 1, np.inf, True)
     stopped = not ended(partial(search.run, limit_of, report, take), deadline)
     left = search.unsolved()
     bounds = [inf] * len(targets)
     for number, bound in (search.final_scores() | left).items():
-        bounds[search.whole[number]] = min(bounds[search.whole[number]], bound)
-    open_ = {search.whole[number] for number, bound in left.items() if bound < limit_of(targets[search.whole[number]])}
+        bounds[number] = bound
+    open_ = {number for number, bound in left.items() if bound < limit_of(targets[number])}
     return Exhausted(tuple(bounds), tuple(sorted(open_)), search.looked_at, len(search.plans), stopped)

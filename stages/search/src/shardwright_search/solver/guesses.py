@@ -13,8 +13,6 @@ WIDE = (0.01, 0.02, GUESSED, 0.1, 0.2, 0.5, 1.0, 3.0)
 """Relative distances for loose bounds and many plans, tried after `GUESSED` one after another until a plan is found."""
 AT_ONCE = 0.011
 """Share above its bound up to which a configuration is solved at once: labels grow fast with it."""
-_MAX_ROOMS = 8
-"""Times that a guess is made again with more room."""
 
 
 def guess(target: Target[C], bound: float, solvable: Callable[[C], Solvable]) -> Best[C] | None:
@@ -35,22 +33,3 @@ def best_guess(asked: Solvable, below_ps: float, enough_ps: float = -np.inf) -> 
     while better is not None and better.objective_ps > enough_ps:
         best, better = better, asked.guess(better.objective_ps)
     return better or best
-
-
-def guess_with_room(
-    best: Best[C], limit: float, solvable: Callable[[C], Solvable], with_room: Callable[[Best[C]], C | None]
-) -> Best[C] | None:
-    """Return a guess for a part of a configuration, with the reserve that the whole one's guess needs.
-
-    `with_room`: the part with the room that a plan needs; None if it has that. None: no such plan was found.
-    """
-    for _ in range(_MAX_ROOMS):
-        if (part := with_room(best)) is None:
-            return best
-        target, asked = best.target._replace(configuration=part), solvable(part)
-        limits = (target.time_ps(min(limit, best.score * (1 + above))) for above in WIDE)
-        plans = filter(None, (best_guess(asked, below_ps) for below_ps in limits))
-        if (plan := next(plans, None)) is None:
-            return None
-        best = Best(target, plan, target.score(plan.objective_ps))
-    return None

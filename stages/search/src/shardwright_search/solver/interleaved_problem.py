@@ -71,14 +71,34 @@ def moments_in_flight(
         _largest({_counted(counts, outer, frees_outputs) for counts in walk(stage=stage)})
         for stage, outer in ((0, 0), (pp_size - 1, num_chunks - 1))
     )
-    between: tuple[InFlight, ...] = ()
-    for stage in middle:
-        between = _largest({*between, *(_counted(counts, None, frees_outputs) for counts in walk(stage=stage))})
+    between = _largest({_counted(counts, None, frees_outputs) for stage in middle for counts in walk(stage=stage)})
     return first, between, last
 
 
 def _largest(counted: set[InFlight]) -> tuple[InFlight, ...]:
-    return tuple(sorted(one for one in counted if not any(_beaten(one, other) for other in counted)))
+    """Return the moments that no other moment dominates.
+
+    Another one with the same kind of chunk that holds at least as much of every chunk does so. The first stage's outer
+    chunk receives nothing, so that more of it may be less. Any other chunk has received as much as it gives out: where
+    more outputs are freed at the other moment, as many more of these chunks must be held there. A pass that makes
+    gradients holds at least as much as one that does not, and at most as much as that with its chunk's gradients.
+    """
+    if not counted:
+        return ()
+    moments = sorted(counted)
+    chunks, outer, freed, at_outer, made, outer_made, makes = np.array(moments, np.int64).T
+    held = [chunks, outer, chunks - outer, chunks - outer - freed]
+    made_after, outer_after = made + 1, outer_made | at_outer
+    beaten = np.zeros(len(moments), bool)
+    for other in range(len(moments)):
+        no_more = (at_outer == at_outer[other]) & (np.arange(len(moments)) != other)
+        for column in held:
+            no_more &= column <= column[other]
+        after = makes > makes[other]
+        for now, then in ((outer_made, outer_after), (made - outer_made, made_after - outer_after)):
+            no_more &= np.where(after, then, now) <= now[other]
+        beaten |= no_more
+    return tuple(moment for moment, dominated in zip(moments, beaten, strict=True) if not dominated)
 
 
 def _counted(counts: PassCounts, outer: int | None, frees_outputs: bool) -> InFlight:
@@ -91,26 +111,6 @@ def _counted(counts: PassCounts, outer: int | None, frees_outputs: bool) -> InFl
         outer_made=outer is not None and counts.made[outer],
         makes=counts.makes,
     )
-
-
-def _beaten(one: InFlight, other: InFlight) -> bool:
-    """Return whether another moment with the same kind of chunk holds at least as much of every chunk.
-
-    The first stage's outer chunk receives nothing, so that more of it may be less. Any other chunk has received as much
-    as it gives out: where more outputs are freed at the other moment, as many more of these chunks must be held there.
-    A pass that makes gradients holds at least as much as one that does not, and at most as much as that with its
-    chunk's gradients as well.
-    """
-    if one == other or one.at_outer != other.at_outer:
-        return False
-    if one.makes > other.makes:
-        one = one._replace(made=one.made + 1, outer_made=one.outer_made or one.at_outer)
-    return all(mine <= theirs for mine, theirs in zip(_compared(one), _compared(other), strict=True))
-
-
-def _compared(moment: InFlight) -> tuple[int, ...]:
-    chunks, outer, freed, _, made, outer_made, _ = moment
-    return chunks, outer, chunks - outer, chunks - outer - freed, outer_made, made - outer_made
 
 
 class Spans(NamedTuple):

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright_search.solver.configuration_bounds import ConfigurationBounds, CostsOf, StageKind, TargetRun
-from shardwright_search.solver.known_labels import KnownLabels
 from shardwright_search.solver.problem import Cut, Position, Problem, Solution
 from shardwright_search.solver.quick_bounds import Relaxed
 from shardwright_search.solver.stage_labels import RunLabels, StageLabels
@@ -258,8 +257,8 @@ class PricedSolution(NamedTuple):
 class Pipeline:
     """A configuration of GPipe or 1F1B."""
 
-    def __init__(self, problem: Problem, costs_of: CostsOf, relaxed: Relaxed, known: KnownLabels | None = None) -> None:
-        self._problem, self._costs_of, self._relaxed, self._known = problem, costs_of, relaxed, known
+    def __init__(self, problem: Problem, costs_of: CostsOf, relaxed: Relaxed) -> None:
+        self._problem, self._costs_of, self._relaxed = problem, costs_of, relaxed
 
     @property
     def relaxed_bound_ps(self) -> float:
@@ -296,11 +295,9 @@ class Pipeline:
     def _labels(
         self, kind: StageKind, runs: list[TargetRun], tick: Callable[[int], None], max_labels: int | None
     ) -> dict[int, RunLabels]:
-        """Return the labels of runs that stages of a kind can hold; for a guess, ignore known ones."""
+        """Return the labels of runs that stages of a kind can hold."""
         costs = self._bounds.costs_of(self._problem.device_groups[kind.group], kind.phases)
-        stage = StageLabels(self._problem, kind, costs, tick, max_labels)
-        known = self._known if max_labels is None else None
-        return stage.reaching(runs) if known is None else known.reaching(kind, stage, runs)
+        return StageLabels(self._problem, kind, costs, tick, max_labels).reaching(runs)
 
     @cached_property
     def _bounds(self) -> ConfigurationBounds:

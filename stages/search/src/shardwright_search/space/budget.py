@@ -1,4 +1,4 @@
-"""The memory that a rank may use, whether a plan fits with its communicators, and how much is missing if none does."""
+"""The memory that a rank may use, whether a plan fits it, and how much is missing if none does."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,6 @@ from shardwright.estimate.accuracy import SPARE_SHARE
 from shardwright.io import BadInput
 from shardwright.io.table import Source
 from shardwright.types import BASE_BITS, GIB, ITEMSIZE, Cluster, Estimate, Plan
-from shardwright_search.cost_model.plan import Evaluation
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.solver.stopping import latest
 from shardwright_search.space.configurations import Configuration
@@ -84,9 +83,7 @@ def with_spare(request: SearchRequest, cluster: Cluster, profiles: Profiles) -> 
     estimated = {each.origin.device for each in profiles.per_device if _is_estimated(each)}
     types = {group.node_type: cluster.node_types[group.node_type] for group in cluster.nodes}
     budgets = {
-        name: node_type.memory_bytes / GIB * (1 - SPARE_SHARE)
-        for name, node_type in types.items()
-        if node_type.device in estimated
+        name: _default_gib(node_type.memory_bytes) for name, node_type in types.items() if node_type.device in estimated
     }
     return replace(request, memory_gib=budgets) if budgets else request
 
@@ -100,6 +97,27 @@ def budgets_of_stages(plan: Plan, budgets: Mapping[str, int]) -> tuple[int, ...]
     """Return the bytes that a rank of each pipeline stage may use: the least of the budgets of the stage's types."""
     types = plan.cluster.node_type_of_rank
     return tuple(min(budgets[types[rank]] for rank in stage.ranks) for stage in plan.stages)
+
+
+def over_bytes(plan: Plan, estimate: Estimate, budgets: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the bytes by which a rank of each stage is beyond its budget; 0 or fewer: it fits.
+
+    What the default budget leaves free of a device is for what is not known beforehand, such as communicators: they
+    count against the whole device there.
+    """
+    names, types, over = plan.cluster.node_type_of_rank, plan.cluster.node_types, list[int]()
+    for stage, place, budget in zip(estimate.stages, plan.stages, budgets_of_stages(plan, budgets), strict=True):
+        device_bytes = min(types[names[rank]].memory_bytes for rank in place.ranks)
+        more, without = stage.memory_bytes - budget, stage.memory_terms_bytes.get("communicators", 0)
+        spare = max(more - without, stage.memory_bytes - device_bytes)
+        if more > 0 >= spare and budget == int(_default_gib(device_bytes) * GIB):
+            more = spare
+        over.append(more)
+    return tuple(over)
+
+
+def _default_gib(device_bytes: int) -> float:
+    return device_bytes / GIB * (1 - SPARE_SHARE)
 
 
 def headroom(plan: Plan, estimate: Estimate) -> tuple[int, float]:
@@ -156,21 +174,10 @@ def infeasible(
         return _by_division(instance, file)._replace(stopped=True)
     # Measured memory may be more than the tables say by a factor.
     missing_bytes = ceil(shortfall.missing_bytes * instance.costs.profiles_on(shortfall.node_type).memory_factor)
-    exact = whole and _is_known(instance, shortfall)
+    exact = whole and not instance.counts_communicators
     more = f"{'' if exact else 'more than '}{missing_bytes} bytes a rank in pipeline stage {shortfall.stage}"
     reason = f"{subject} ({shortfall.configuration}) exceeds the budget by {more}"
     return _lacking(instance, reason, shortfall.node_type, missing_bytes, exact, file)._replace(stopped=not whole)
-
-
-def _is_known(instance: Instance, shortfall: Shortfall) -> bool:
-    """Return whether a plan lacks no more with all its communicators: layers of other groups may make more."""
-    from shardwright_search.solver.min_memory import min_memory
-    from shardwright_search.space.room_parts import alike_parts
-
-    if shortfall.configuration.num_chunks > 1:
-        return not instance.counts_communicators
-    parts = alike_parts(instance, shortfall.configuration)
-    return any(min_memory(instance.problem(part), shortfall.missing_bytes) is not None for part in parts)
 
 
 def _shortfalls(instance: Instance, configurations: Sequence[Configuration]) -> Iterator[Shortfall]:
@@ -273,29 +280,3 @@ def _of_chunks(instance: Instance, configuration: Configuration) -> Shortfall:
     missing = InterleavedBounds(instance.interleaved_problem(configuration)).missing_bytes
     stage = missing.index(max(missing)) * (configuration.pp_size - 1)
     return Shortfall(configuration, stage, instance.node_type(configuration, 0), max(1, *missing))
-
-
-def fits(plan: Plan, evaluation: Evaluation, budgets: Mapping[str, int]) -> bool:
-    """Return whether a plan fits with the communicators that it makes."""
-    stages = zip(evaluation.estimate.stages, budgets_of_stages(plan, budgets), strict=True)
-    return all(stage.memory_bytes <= budget for stage, budget in stages)
-
-
-def uncounted_bytes(
-    instance: Instance, configuration: Configuration, plan: Plan, evaluation: Evaluation, budgets: Mapping[str, int]
-) -> int:
-    """Return the most that a stage's communicators hold beyond those that every plan of its configuration makes.
-
-    That is in stages that are beyond their budget; 0 where there are none. The ranks of a stage have a group, at least.
-    """
-    most = 0
-    rooms, limits = instance.rooms(configuration), budgets_of_stages(plan, budgets)
-    for place, stage, room, budget in zip(plan.stages, evaluation.estimate.stages, rooms, limits, strict=True):
-        if stage.memory_bytes > budget:
-            profiles = [instance.costs.profiles_on(name) for name in instance.costs.node_types_of(place.ranks)]
-            of_each = max(each.communicator_bytes for each in profiles)
-            counted = of_each * (1 + (len(place.ranks) > 1)) + room.held_bytes(of_each)
-            factor = max(each.memory_factor for each in profiles)
-            held = stage.memory_terms_bytes["communicators"]
-            most = max(most, held - int(factor * counted), stage.memory_bytes - budget)
-    return most

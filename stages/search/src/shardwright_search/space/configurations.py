@@ -22,7 +22,6 @@ from shardwright.types import (
     Strategy,
 )
 from shardwright_search.space.placements import NodeTypes, pools_of
-from shardwright_search.space.rank_groups import StageLimit
 from shardwright_search.space.request import Dimension, SearchRequest, Space, StageWidths, batch_sizes
 
 _WHOLE: dict[str, object] = {"cp_sizes": (1,)}
@@ -77,8 +76,16 @@ class Configuration(NamedTuple):
     """The one strategy of embedding and head; None: each has its own."""
     block_in_each_stage: bool = False
     """Whether no pipeline stage has the embedding or the head alone."""
-    limits: tuple[StageLimit, ...] = ()
-    """Limits of a part of the configuration: groups that pipeline stages must or must not have."""
+
+    @property
+    def edges(self) -> int:
+        """The edges of the pipeline that a rank of each stage has at least: those of an end, one for each pass.
+
+        Between stages of unequal width there is one that is sure: others depend on the layouts at both ends of a cut.
+        """
+        if self.pp_size == 1:
+            return 0
+        return 4 if self.num_chunks > 1 else 2 if self.widths is StageWidths.EQUAL else 1
 
     @property
     def microbatch_samples(self) -> int:

@@ -85,8 +85,8 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
     ) -> float:
         """Return the bound of all layers over all ranks, on stages that may have these topologies and weights."""
         instance, p, m = self.instance, configuration.pp_size, configuration.num_microbatches
-        room = min(instance.rooms(configuration), key=lambda each: each.held_bytes(1 << 10))
-        groups = tuple(instance.prices.lean_group(choice, topology, m == 1, room) for topology in topologies)
+        edges = configuration.edges
+        groups = tuple(instance.prices.lean_group(choice, topology, m == 1, edges) for topology in topologies)
         mean_width = instance.costs.cluster.num_devices / p
         budgets = dict.fromkeys(self._ranks, 0.0)
         for topology, group in zip(topologies, groups, strict=True):
@@ -131,8 +131,8 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     def _on_type(self, configuration: Configuration, choice: Choice, equal: _Equal) -> OnType:
         prices, single_microbatch = self.instance.prices, configuration.num_microbatches == 1
-        room = min(self.instance.rooms(configuration), key=lambda each: each.held_bytes(1 << 10))
-        groups = tuple(prices.device_group(choice, topology, single_microbatch, room) for topology in equal.topologies)
+        edges = configuration.edges
+        groups = tuple(prices.device_group(choice, topology, single_microbatch, edges) for topology in equal.topologies)
         send_ps = min((prices.min_send_ps(choice, link) for link in equal.links), default=0.0)
         return OnType(equal.stages, groups, send_ps)
 

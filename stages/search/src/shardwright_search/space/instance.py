@@ -19,7 +19,6 @@ from shardwright_search.space.choices import Choice, Choices, LayerChoices
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.placements import NodeTypes
 from shardwright_search.space.request import Objective, SearchRequest
-from shardwright_search.space.room import NO_ROOM, StageRoom, numbered_by_room, stage_rooms
 from shardwright_search.space.stage_prices import StagePrices, TiedParameters
 from shardwright_search.step.cached_method import cached_method
 from shardwright_search.step.memory import frees_outputs
@@ -71,25 +70,22 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         return Target(
             configuration=configuration,
             offset_ps=float(picoseconds(self.costs.step_overhead_s)),
-            scale=1.0 if self.request.objective is Objective.STEP_TIME else 1.0 / configuration.global_batch_size,
+            scale=self.score_scale(configuration.global_batch_size),
         )
+
+    def score_scale(self, global_batch_size: int) -> float:
+        """Return the factor from the time of a step to what is minimised: a step's, or a sample's."""
+        return 1.0 if self.request.objective is Objective.STEP_TIME else 1.0 / global_batch_size
 
     def stage_ranks(self, configuration: Configuration, solution: Solution) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of each pipeline stage of a solution."""
         placed = self.choices.placed(configuration)
-        return placed.stage_ranks([group % len(placed.topologies) for group in solution.device_groups])
-
-    def renumbered(self, configuration: Configuration, solution: Solution) -> Solution:
-        """Return a solution of another part of a configuration with the device groups of this one's problem."""
-        topologies, rooms = len(self.choices.placed(configuration).topologies), self.rooms(configuration)
-        number = {room: topologies * count for count, room in enumerate(dict.fromkeys(rooms))}
-        groups = (number[room] + group % topologies for room, group in zip(rooms, solution.device_groups, strict=True))
-        return solution._replace(device_groups=tuple(groups))
+        return placed.stage_ranks(solution.device_groups)
 
     def node_type(self, configuration: Configuration, group: int) -> str:
         """Return the node type of a device group of a problem; of several the one of the least budget."""
         topologies = self.choices.placed(configuration).topologies
-        return min(topologies[group % len(topologies)].type_names, key=self.prices.with_process)
+        return min(topologies[group].type_names, key=self.prices.with_process)
 
     @cached_property
     def types_of_layers(self) -> tuple[int, ...]:
@@ -119,28 +115,19 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         cluster = self.costs.cluster
         return cluster.num_devices > 1 and any(each.communicator_bytes for each in self.costs.profiles.used(cluster))
 
-    def rooms(self, configuration: Configuration) -> tuple[StageRoom, ...]:
-        """Return the room of each pipeline stage for its communicators."""
-        if not self.counts_communicators:
-            return (NO_ROOM,) * configuration.pp_size
-        return stage_rooms(configuration, self.costs.model)
-
     def problem(self, configuration: Configuration) -> Problem:
         """Return the numbers of a configuration of GPipe or 1F1B."""
         choice, p, m = self.choices.choice(configuration), configuration.pp_size, configuration.num_microbatches
         placed, handovers = self.choices.placed(configuration), self.choices.handovers(configuration)
         sends = [self.prices.handed_over(choice, handover) for handover in handovers.different]
-        rooms = self.rooms(configuration)
-        numbered, on_groups = numbered_by_room(placed.moves, len(placed.topologies), rooms)
-        different = dict.fromkeys(rooms)
         return Problem(
             layers=self.types_of_layers,
             device_groups=tuple(
-                self.prices.device_group(choice, on, m == 1, room) for room in different for on in placed.topologies
+                self.prices.device_group(choice, on, m == 1, configuration.edges) for on in placed.topologies
             ),
-            weights=self.weights(choice, placed.topologies) * len(different),
-            placements=numbered,
-            sends_ps={cut: sends[handovers.number[known]] for cut, known in on_groups},
+            weights=self.weights(choice, placed.topologies),
+            placements=placed.moves,
+            sends_ps={cut: sends[number] for cut, number in handovers.number.items()},
             in_flight=tuple(map(configuration.in_flight, range(p))),
             num_microbatches=m,
             closed_form=configuration.closed_forms[0],
@@ -177,7 +164,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
             embedding=self.prices.types.index(EMBEDDING),
             positions=tuple(map(self.prices.types.index, types)),
             head=self.prices.types.index(HEAD),
-            group=self.prices.device_group(choice, placed.topologies[0], m == 1, self.rooms(configuration)[0]),
+            group=self.prices.device_group(choice, placed.topologies[0], m == 1, configuration.edges),
             pp_size=p,
             num_chunks=v,
             num_microbatches=m,

@@ -15,7 +15,6 @@ from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.profiles import Profiles, check_profiles
 from shardwright_search.cost_model.tied_weights import has_shared
 from shardwright_search.solver.branch_and_bound import optimize
-from shardwright_search.solver.known_labels import KnownLabels
 from shardwright_search.solver.min_memory import plain_plan
 from shardwright_search.solver.partition import Pipeline, PricedSolution
 from shardwright_search.solver.stopping import ended, latest, soon
@@ -26,15 +25,12 @@ from shardwright_search.space.demands import NO_DEMANDS, Demands, Outer
 from shardwright_search.space.first_bound import FirstBounds
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import SearchRequest, StageWidths
-from shardwright_search.space.room import is_divisible
 from shardwright_search.space.runnable import runnable
 from shardwright_search.space.uniform_bounds import UniformBounds
 
 _ROUNDING_BYTES = 16
 """The most that rounding up each term of a corrected memory can add."""
 _MAX_RECENT = 6
-_MAX_KNOWN = 2
-"""Configurations whose labels are kept for their parts: most are solved one after the other."""
 _MAX_PLAIN = 20
 
 
@@ -179,15 +175,8 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
             from shardwright_search.solver.interleaved import Interleaved
 
             return Interleaved(instance.interleaved_problem(configuration))
-        bounds, known = instance.prices.bounds, None
-        if instance.counts_communicators and is_divisible(configuration):
-            known = self._known_labels(configuration._replace(limits=()))
-        return Pipeline(instance.problem(configuration), bounds.costs_of, bounds.relaxed, known)
-
-    @cached_property
-    def _known_labels(self) -> Callable[[Configuration], KnownLabels]:
-        """The labels that a configuration shares with its parts, of the last few configurations."""
-        return lru_cache(_MAX_KNOWN)(lambda whole: KnownLabels())
+        bounds = instance.prices.bounds
+        return Pipeline(instance.problem(configuration), bounds.costs_of, bounds.relaxed)
 
     def plain(self, targets: Sequence[Target[Configuration]]) -> Best[Configuration] | None:
         """Return the best of some plain plans, for a search that was stopped before it knew one; None: none fits.

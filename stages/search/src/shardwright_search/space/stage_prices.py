@@ -12,10 +12,18 @@ import numpy as np
 from msgspec.structs import replace
 
 from shardwright.plan.axes import layout_of
+from shardwright.plan.process_groups import Purpose, communicator_bytes, strategy_axes
 from shardwright.types import EMBEDDING, HEAD, Strategy
 from shardwright_search.cost_model.communication import Nodes
 from shardwright_search.cost_model.layer import CostModel, Link
-from shardwright_search.cost_model.tied_weights import has_shared, shared_cost_ps, tied_class, tied_cost_ps
+from shardwright_search.cost_model.parts_of_strategies import parts_of
+from shardwright_search.cost_model.tied_weights import (
+    has_shared,
+    shared_cost_ps,
+    tied_class,
+    tied_cost_ps,
+    types_with_replicas,
+)
 from shardwright_search.cost_model.topology import StageTopology
 from shardwright_search.solver.configuration_bounds import CostsOf
 from shardwright_search.solver.problem import DeviceGroup, Options
@@ -23,13 +31,8 @@ from shardwright_search.solver.quick_bounds import Counted, Relaxed, lean
 from shardwright_search.solver.stage_options import GroupCosts
 from shardwright_search.space.choices import Choice, Handover, LayerChoices, Shardings
 from shardwright_search.space.placements import NodeTypes, pools_of
-from shardwright_search.space.rank_groups import TIED, RankGroups, change_groups, strategy_groups, tied_types
-from shardwright_search.space.room import NO_ROOM, StageRoom, with_groups
 from shardwright_search.step.cached_method import cached_method
 from shardwright_search.step.pareto import Ints, Numbers
-
-_NEVER_PS = 2.0**50
-"""Picoseconds: 19 minutes."""
 
 
 class _End(NamedTuple):
@@ -144,7 +147,7 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
         other = replace(self, budgets=budgets)
         for name in (
             "_options",
-            "_groups",
+            "_num_groups",
             "_layouts",
             "_moves",
             "_rank_to_rank",
@@ -162,30 +165,35 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_method
     def device_group(
-        self, choice: Choice, topology: StageTopology, single_microbatch: bool, room: StageRoom = NO_ROOM
+        self, choice: Choice, topology: StageTopology, single_microbatch: bool, edges: int = 0
     ) -> DeviceGroup:
-        """Return the costs of every strategy on stages of this topology, with room for these communicators."""
+        """Return the costs of every strategy on stages of this topology, with the communicators that each stage makes.
+
+        These are so many edges of the pipeline, and a layer's own groups: they are workspace, of which a stage holds
+        the most of any layer. That is never too much, and too little where layers of other groups are in a stage.
+        """
         handed_on = (tensor.features for kind in self.costs.model.types.values() for tensor in kind.outputs)
         features = max(handed_on)
         buffer_bytes = (choice.buffer_tokens or 0) * features * self.costs.compute_bytes
         size = self.communicator_bytes(topology)
         options = (self._options(name, choice, topology, single_microbatch) for name in self.types)
         if size:
-            groups = (self._groups(name, choice, topology) for name in self.types)
-            options = (with_groups(*each, room, size) for each in zip(options, groups, strict=True))
+            held = (size * self._num_groups(name, choice, topology) for name in self.types)
+            pairs = zip(options, held, strict=True)
+            options = (each._replace(workspace_bytes=each.workspace_bytes + own) for each, own in pairs)
         return DeviceGroup(
             options=tuple(options),
-            redistribution_ps=self._moves(choice.free, topology, room.excluded),
-            budget_bytes=self.budget_bytes(topology) - buffer_bytes - room.held_bytes(size),
+            redistribution_ps=self._moves(choice.free, topology),
+            budget_bytes=self.budget_bytes(topology) - buffer_bytes - communicator_bytes({Purpose.EDGE: edges}, size),
             width=topology.size,
         )
 
     @cached_method
     def lean_group(
-        self, choice: Choice, topology: StageTopology, single_microbatch: bool, room: StageRoom = NO_ROOM
+        self, choice: Choice, topology: StageTopology, single_microbatch: bool, edges: int = 0
     ) -> DeviceGroup:
         """Return the device group with the strategies alone that `Stages` may lean on."""
-        whole = self.device_group(choice, topology, single_microbatch, room)
+        whole = self.device_group(choice, topology, single_microbatch, edges)
         return replace(whole, options=tuple(map(lean, whole.options)))
 
     def communicator_bytes(self, topology: StageTopology) -> int:
@@ -226,28 +234,17 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
         if not (strategies := shardings.of_type(name, topology.size)):
             return Options.none(_of_width(shardings, topology.size)[0])
         given = topology, choice.samples, single_microbatch, choice.turns
-        priced = (self.costs.layer(name, s, *given) for s in strategies)
-        rows = [
-            (
-                *(o.microbatch_ps, o.exposed_ps, o.state_bytes, o.memory.gradients, o.memory.gradient_sums),
-                *(o.activation_bytes, o.workspace_bytes),
-            )
-            for o in priced
-        ]
-        return Options._make((*np.array(rows, float).T.copy(), *self._layouts(name, shardings, topology)))
+        priced = self.costs.layers(name, parts_of(strategies), *given)
+        return Options._make((*priced, *self._layouts(name, shardings, topology)))
 
     @cached_method
-    def _groups(self, name: str, choice: Choice, topology: StageTopology) -> tuple[RankGroups, ...]:
-        """Return the groups that each strategy takes; of a type that is in no stage there are none."""
+    def _num_groups(self, name: str, choice: Choice, topology: StageTopology) -> Numbers:
+        """Return how many groups each strategy takes; of a type that is in no stage there are none."""
         if (own := choice.of_type(name)) != choice:
-            return self._groups(name, own, topology)
-        tied: RankGroups = frozenset({TIED} if name in self._tied_types else ())
+            return self._num_groups(name, own, topology)
+        replicas = name in types_with_replicas(self.costs.model)
         strategies = self.layers.shardings(choice).of_type(name, topology.size)
-        return tuple(strategy_groups(strategy) | tied for strategy in strategies) or (frozenset(),)
-
-    @cached_property
-    def _tied_types(self) -> frozenset[str]:
-        return tied_types(self.costs.model)
+        return np.array([len(set(strategy_axes(each))) + replicas for each in strategies] or [0], float)
 
     @cached_method
     def _layouts(self, name: str, shardings: Shardings, topology: StageTopology) -> tuple[Ints, Ints]:
@@ -263,25 +260,19 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
         return (classes, numbers) if name == EMBEDDING else (numbers, classes)
 
     @cached_method
-    def _moves(self, choice: Choice, topology: StageTopology, excluded: RankGroups) -> Numbers:
+    def _moves(self, choice: Choice, topology: StageTopology) -> Numbers:
         """Return times [types, layouts, layouts], forward and back together, between layouts of the stage's width."""
-        return np.array([self._moves_of(name, choice, topology, excluded) for name in self.types])
+        return np.array([self._moves_of(name, choice, topology) for name in self.types])
 
-    def _moves_of(self, name: str, choice: Choice, topology: StageTopology, excluded: RankGroups) -> Numbers:
-        """Return times [layouts, layouts]: a change in an excluded group takes longer than any step."""
+    def _moves_of(self, name: str, choice: Choice, topology: StageTopology) -> Numbers:
+        """Return the times [layouts, layouts] of a type."""
         shardings = self.layers.shardings(choice)
-        layouts, lengths = shardings.layouts, self.lengths(name)
+        layouts = shardings.layouts
         one_way = np.zeros((len(layouts), len(layouts)))
         for a, b in product(_of_width(shardings, topology.size), repeat=2):
             moved = self.costs.redistribution(name, layouts[a], layouts[b], topology, choice.samples)
             one_way[a, b] = moved.time_ps
-            if excluded and excluded & change_groups(layouts[a], layouts[b], choice.samples, lengths):
-                one_way[a, b] = _NEVER_PS
         return one_way + one_way.T
-
-    def lengths(self, name: str) -> tuple[int, ...]:
-        """Return the sequence lengths of the tensors that a layer type hands on."""
-        return tuple(dict.fromkeys(tensor.sequence_length for tensor in self.costs.model.types[name].outputs))
 
     def handed_over(self, choice: Choice, handover: Handover) -> Numbers:
         """Return times [types, layouts given, layouts received]; infinity: it cannot be."""

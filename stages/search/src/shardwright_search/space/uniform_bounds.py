@@ -61,7 +61,7 @@ class UniformBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     def bound_ps(self, configuration: Configuration) -> float:
         """Return the bound of a configuration whose layers share a strategy; infinity: no plan fits."""
-        whole = configuration._replace(layers=None, outer=None, limits=(), buffer_tokens=None)
+        whole = configuration._replace(layers=None, outer=None, buffer_tokens=None)
         assert configuration.layers is not None
         return float(self.bounds_ps(whole, configuration.outer)[self._numbers(whole)[configuration.layers]])
 
