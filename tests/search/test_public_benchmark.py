@@ -53,7 +53,7 @@ def test_a_table_counts_errors_ranks_the_chosen_plan_and_what_fits(public):
     # Predicted to be the fastest is the third, which does not fit; then the first, which takes 2 s where 1 s is best.
     cases = [(2, 1.0, 50), (1, 1.1, 60), (4, 0.5, 120), (8, 6.0, 93), (10, 12.0, 80), (None, 1.0, 95), (None, 1.0, 10)]
     found = [
-        public.pricing.Priced(run_of(public, i, ran, 100.0 if ran else None), time_s, size, 100)
+        public.pricing.Priced(run_of(public, i, ran, 100.0 if ran else None), time_s, size, size, 100)
         for i, (ran, time_s, size) in enumerate(cases)
     ]
     table = public.report.tables(found)
@@ -212,3 +212,9 @@ def test_nanotron_holds_gathered_inputs_where_they_fit(public, monkeypatch):
     assert more["first of four"] == 2 * 2 * 2 * size * 7 // 8, "two blocks of two of four micro-batches"
     assert more["alone"] == more["two stages"] == 0
     assert small.memory_bytes == priced_run(public, machine=tight).memory_bytes, "the allocator takes them back"
+
+
+def test_memory_that_was_read_on_the_first_rank_is_that_of_the_first_stage(public):
+    # One micro-batch: the last of two stages has the head, its logits and as many samples in flight.
+    first, fullest = (priced_run(public, num_microbatches=1, read_on_first=read) for read in (True, False))
+    assert first.read_bytes < fullest.read_bytes == fullest.memory_bytes == first.memory_bytes, "what fits is the same"

@@ -2,6 +2,7 @@
 
 Its runs were started by nanotron's scripts/scaling_benchmarks.py, whose default tensor parallelism is REDUCE_SCATTER
 (Megatron's sequence parallelism), and its layers were cut as models/base.py does, by the products of each block.
+helpers.py (`log_throughput`) writes the memory of world rank 0.
 """
 
 import csv
@@ -77,6 +78,7 @@ def _run(row: dict[str, str], machine: Machine) -> Run:
         cuts=_cuts(number, pp_size),
         measured_s=float(row["step_time_s"]) if ok else None,
         measured_bytes=float(row["peak_memory_gb"]) * GIB if ok else None,
+        read_on_first=True,
         failed=not ok,
     )
 

@@ -50,6 +50,9 @@ class Priced(NamedTuple):
     run: Run
     time_s: float
     memory_bytes: int
+    """Of the fullest rank."""
+    read_bytes: int
+    """Of the rank whose memory was read."""
     limit_bytes: int
     """Memory of one device."""
 
@@ -63,7 +66,7 @@ class Priced(NamedTuple):
     def memory_error(self) -> float:
         """Relative to what was measured, with its sign."""
         assert self.run.measured_bytes
-        return self.memory_bytes / self.run.measured_bytes - 1
+        return self.read_bytes / self.run.measured_bytes - 1
 
 
 class Unpriced(NamedTuple):
@@ -145,19 +148,19 @@ def _of_one_cluster(
         except BadInput as problem:
             yield Unpriced(run, str(problem))
             continue
-        yield Priced(run, step_s, _held_bytes(plan, found, run, profiles, limit), limit)
+        held = _held_bytes(plan, found, run, profiles, limit)
+        yield Priced(run, step_s, max(held), held[0] if run.read_on_first else max(held), limit)
 
 
-def _held_bytes(plan: Plan, found: Estimate, run: Run, profiles: Profiles, limit: int) -> int:
-    """The most that a rank holds, with its process where that was read, too."""
+def _held_bytes(plan: Plan, found: Estimate, run: Run, profiles: Profiles, limit: int) -> list[int]:
+    """What a rank of each stage holds, with its process where that was read, too."""
     process = profiles.process_bytes + _COMMUNICATORS * profiles.communicator_bytes
-    usable = (1 - SPARE_SHARE) * limit
-    most = 0.0
+    usable, held = (1 - SPARE_SHARE) * limit, []
     for stage, kept in zip(found.stages, kept_if_it_fits(plan, profiles), strict=True):
         outside = stage.memory_terms_bytes["process"] + stage.memory_terms_bytes.get("communicators", 0)
         needed = stage.memory_bytes - outside
-        most = max(most, needed, min(needed + kept, usable))
-    return round(most + run.machine.counts_process * process)
+        held.append(round(max(needed, min(needed + kept, usable)) + run.machine.counts_process * process))
+    return held
 
 
 def _precision(run: Run) -> Precision:

@@ -63,7 +63,9 @@ class Run(NamedTuple):
     """Where the layers are cut, in the order of the layers, if not evenly."""
     measured_s: float | None = None
     measured_bytes: float | None = None
-    """Of the fullest device."""
+    """Of the fullest device, or of the first where `read_on_first`."""
+    read_on_first: bool = False
+    """Whether memory was read on rank 0 alone, which is in the first pipeline stage."""
     uncounted: tuple[str, ...] = ()
     """Fields of its runtime that are left at their defaults."""
     failed: bool = False
