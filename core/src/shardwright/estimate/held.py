@@ -108,7 +108,6 @@ _WORDS = (
     ("fp8_inputs", "inputs of FP8 products in a byte"),
     ("every_second_product", "every second product recomputed"),
     ("gathered_inputs", "gathered inputs of blocks kept"),
-    ("ties", "what embedding and head of one stage tie held once"),
 )
 
 OURS = Held()
@@ -129,13 +128,12 @@ entropy (core/fusions/fused_cross_entropy.py), as its validate_args refuses Tran
 gradient in bf16 beside the softmax in float32;
 megatron/core/fusions/fused_bias_swiglu.py keeps its input; Transformer Engine's linear.py keeps inputs quantized;
 megatron/core/models/gpt/gpt_model.py: the output layer of the embedding's stage has no weight of its own."""
-BY_TORCHTITAN = Held(loss_bytes=12, sharded_loss_bytes=18, every_second_product=True, ties=True, reserved=1.12)
+BY_TORCHTITAN = Held(loss_bytes=12, sharded_loss_bytes=18, every_second_product=True, reserved=1.12)
 """torchtitan/components/loss.py: cross entropy of float32 logits, as transformers'; under tensor parallelism
 torch/distributed/tensor/parallel/loss.py, whose backward pass holds the logits in bf16, and in float32 their
 log-probabilities, the gradient of the labels', exponentials and their sum. Its policy of selective recomputation by
-operator keeps every second matrix product (distributed/activation_checkpoint.py). Models that tie make one parameter
-of both (models/qwen3/model/model.py). `reserved` is fitted to the eight
-given runs whose peak of reserved memory it printed."""
+operator keeps every second matrix product (distributed/activation_checkpoint.py). Of its models Qwen3 alone ties, so
+none is taken to. `reserved` is fitted to the eight given runs whose peak of reserved memory it printed."""
 BY_NANOTRON = Held(
     loss_bytes=10, whole_gradients=True, compute_gradients=True, gathered_inputs=True, ties=True, reserved=1.07
 )
