@@ -21,12 +21,6 @@ _COLLECTIVES = {
     "ReduceScatter": Collective.REDUCE_SCATTER,
 }
 """Collectives by the source's names; others are priced at the rate of the first."""
-_TENSOR_PARALLEL_STEP_US = 300.0
-"""Latency of a step between nodes where tensor parallelism leaves one: fitted to such runs without a pipeline.
-
-Data parallelism over as many nodes shows none of it, so it is nanotron's and not the network's.
-"""
-_DEVICES_PER_NODE = 8
 _MAX_DEVICES = 128
 """Above, the source's own repeats and bandwidths differ several times over."""
 
@@ -46,8 +40,6 @@ def playbook(folder: Path) -> list[Run]:
 def _run(row: dict[str, str], machine: Machine) -> Run:
     number = {name: int(row[name]) for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len")}
     tp_size, pp_size, ok = int(row["tp"]), int(row["pp"]), row["status"] == "ok"
-    if tp_size > _DEVICES_PER_NODE:
-        machine = machine._replace(network_step_us=_TENSOR_PARALLEL_STEP_US)
     config = {
         "model_type": "llama",
         "hidden_size": number["hidden"],

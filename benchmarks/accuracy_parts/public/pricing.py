@@ -123,7 +123,8 @@ def _of_one_setting(runs: Sequence[Run], table: DeviceTable, factors: Factors) -
             cluster, [rates], Efficiencies(), _between(machine), table.revised, overlap=runtime.overlap
         )
         profiles = index_profiles(hardware, _NOWHERE, made, _NOWHERE)
-        profiles = profiles._replace(held=runtime.held, memory_factor=runtime.held.reserved)
+        step_s = runtime.tensor_step_us / 1e6
+        profiles = profiles._replace(held=runtime.held, memory_factor=runtime.held.reserved, tensor_step_s=step_s)
         by = Scaling(forward=factors.time, backward=factors.time, memory=factors.memory)
         yield from _of_one_cluster(list(own), model, cluster, scaled(profiles, by), limit)
 
@@ -218,7 +219,7 @@ def _cluster(machine: Machine, rates: Rates, devices: int, memory_bytes: int) ->
 
 def _between(machine: Machine) -> NodeRates | None:
     """What its nodes send; what was measured is reached already."""
-    rates = NodeRates(machine.node_gbit_s, machine.gbit_s_by_collective, machine.network_step_us / 1e6).scaled(1e9 / 8)
+    rates = NodeRates(machine.node_gbit_s, machine.gbit_s_by_collective).scaled(1e9 / 8)
     return rates.scaled(1 / Efficiencies().link) if machine.measured else rates
 
 

@@ -26,8 +26,6 @@ class Machine(NamedTuple):
     gbit_s_by_collective: tuple[tuple[Collective, tuple[tuple[int, float], ...]], ...] = ()
     """The same of collectives that have rates of their own."""
     measured: bool = False
-    network_step_us: float = 14.0
-    """Latency of one step between nodes."""
     memory_gbyte_s: float | None = None
     """In place of the table's, where the source has another variant of the device."""
     memory_bytes: int | None = None
