@@ -1,7 +1,8 @@
 """Named runtimes: the kernels, overlap and memory of the systems that run plans, with their sources.
 
 Estimates take kernels, overlap, and what is held in memory (`held`). Fitted are the host's time for each kernel
-(`OPERATOR_S`, to layer times), its kernels for each expert, and nanotron's floor of pipelines and steps of tensor parallelism between nodes.
+(`OPERATOR_S`, to layer times), its kernels for each expert, and nanotron's floor of pipelines and steps of tensor
+parallelism between nodes.
 """
 
 from collections.abc import Mapping
