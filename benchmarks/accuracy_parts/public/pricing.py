@@ -124,7 +124,12 @@ def _of_one_setting(runs: Sequence[Run], table: DeviceTable, factors: Factors) -
         )
         profiles = index_profiles(hardware, _NOWHERE, made, _NOWHERE)
         step_s = runtime.tensor_step_us / 1e6
-        profiles = profiles._replace(held=runtime.held, memory_factor=runtime.held.reserved, tensor_step_s=step_s)
+        profiles = profiles._replace(
+            held=runtime.held,
+            memory_factor=runtime.held.reserved,
+            tensor_step_s=step_s,
+            gathers_alone=runtime.gathers_alone,
+        )
         by = Scaling(forward=factors.time, backward=factors.time, memory=factors.memory)
         yield from _of_one_cluster(list(own), model, cluster, scaled(profiles, by), limit)
 

@@ -85,6 +85,8 @@ class Profiles(NamedTuple):
     """What the runtime holds unlike this project's."""
     tensor_step_s: float = 0.0
     """What the runtime's tensor parallelism adds to each step of a message between nodes."""
+    gathers_alone: bool = False
+    """Whether the runtime gathers ZeRO-2's parameters beside nothing."""
     others: tuple["Profiles", ...] = ()
     """The profiles of the other devices of a mixed cluster."""
     rests: Mapping[LayerKey, LayerPoints] = MappingProxyType({})
@@ -204,6 +206,7 @@ def index_profiles(
         memory_factor=held.reserved,
         held=held,
         tensor_step_s=runtime.tensor_step_us / 1e6,
+        gathers_alone=runtime.gathers_alone,
     )
 
 
