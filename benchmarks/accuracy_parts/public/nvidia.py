@@ -142,7 +142,7 @@ def _card_rows(folder: Path) -> Iterator[Row]:
             "vp": row["vp"] or _RECIPE_CHUNKS.get(row["recipe"], ""),
             "mbs": row["micro_batch"],
             "gbs": row["global_batch"],
-            "recompute": "",
+            "recompute": _CARD_RECOMPUTES.get(row["recipe"], ""),
             "source": "cards of NVIDIA-NeMo/Megatron-Bridge",
             "tag": "v26.08",
             "note": _CARD_NOTES.get(row["recipe"], "") if tuned and all(sizes) else _NO_PLAN,
@@ -150,8 +150,11 @@ def _card_rows(folder: Path) -> Iterator[Row]:
 
 
 _RECIPE_CHUNKS = {"qwen3_235b_a22b_pretrain_256gpu_gb300_fp8mx_config": "12"}
-_CARD_NOTES = {"gpt_oss_120b_pretrain_64gpu_gb200_bf16_config": "dispatcher hybridep; EP all-to-all overlap on"}
-"""What prose of a card says that its columns do not."""
+_CARD_NOTES = {
+    "gpt_oss_120b_pretrain_64gpu_gb200_bf16_config": "recompute from the default config; EP all-to-all overlap on"
+}
+_CARD_RECOMPUTES = {"gpt_oss_120b_pretrain_64gpu_gb200_bf16_config": "layernorm+moe_act"}
+"""What prose of a card and its recipe say that its columns do not: this one names no dispatcher, so it is plain."""
 _V51_GPUS = {"NVIDIA H200-SXM5-141GB": "H200", "NVIDIA H100-SXM5-80GB": "H100"}
 _V51_GPUS |= {"NVIDIA Blackwell GPU (B200-SXM-180GB)": "B200", "NVIDIA Blackwell GPU (GB200)": "GB200"}
 _V51_GPUS |= {"NVIDIA Blackwell Ultra GPU (GB300)": "GB300", "NVIDIA Blackwell Ultra GPU (B300-SXM-270GB)": "B300"}

@@ -2,6 +2,7 @@
 
 Its runs were started by nanotron's scripts/scaling_benchmarks.py, whose default tensor parallelism is REDUCE_SCATTER
 (Megatron's sequence parallelism), and its layers were cut as models/base.py does, by the products of each block.
+helpers.py (`log_throughput`) writes the memory of world rank 0.
 """
 
 import csv
@@ -20,12 +21,6 @@ _COLLECTIVES = {
     "ReduceScatter": Collective.REDUCE_SCATTER,
 }
 """Collectives by the source's names; others are priced at the rate of the first."""
-_TENSOR_PARALLEL_STEP_US = 300.0
-"""Latency of a step between nodes where tensor parallelism leaves one: fitted to such runs without a pipeline.
-
-Data parallelism over as many nodes shows none of it, so it is nanotron's and not the network's.
-"""
-_DEVICES_PER_NODE = 8
 _MAX_DEVICES = 128
 """Above, the source's own repeats and bandwidths differ several times over."""
 
@@ -45,8 +40,6 @@ def playbook(folder: Path) -> list[Run]:
 def _run(row: dict[str, str], machine: Machine) -> Run:
     number = {name: int(row[name]) for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len")}
     tp_size, pp_size, ok = int(row["tp"]), int(row["pp"]), row["status"] == "ok"
-    if tp_size > _DEVICES_PER_NODE:
-        machine = machine._replace(network_step_us=_TENSOR_PARALLEL_STEP_US)
     config = {
         "model_type": "llama",
         "hidden_size": number["hidden"],
@@ -77,6 +70,7 @@ def _run(row: dict[str, str], machine: Machine) -> Run:
         cuts=_cuts(number, pp_size),
         measured_s=float(row["step_time_s"]) if ok else None,
         measured_bytes=float(row["peak_memory_gb"]) * GIB if ok else None,
+        read_on_first=True,
         failed=not ok,
     )
 

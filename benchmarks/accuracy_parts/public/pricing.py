@@ -50,6 +50,9 @@ class Priced(NamedTuple):
     run: Run
     time_s: float
     memory_bytes: int
+    """Of the fullest rank."""
+    read_bytes: int
+    """Of the rank whose memory was read."""
     limit_bytes: int
     """Memory of one device."""
 
@@ -63,7 +66,7 @@ class Priced(NamedTuple):
     def memory_error(self) -> float:
         """Relative to what was measured, with its sign."""
         assert self.run.measured_bytes
-        return self.memory_bytes / self.run.measured_bytes - 1
+        return self.read_bytes / self.run.measured_bytes - 1
 
 
 class Unpriced(NamedTuple):
@@ -120,7 +123,13 @@ def _of_one_setting(runs: Sequence[Run], table: DeviceTable, factors: Factors) -
             cluster, [rates], Efficiencies(), _between(machine), table.revised, overlap=runtime.overlap
         )
         profiles = index_profiles(hardware, _NOWHERE, made, _NOWHERE)
-        profiles = profiles._replace(held=runtime.held, memory_factor=runtime.held.reserved)
+        step_s = runtime.tensor_step_us / 1e6
+        profiles = profiles._replace(
+            held=runtime.held,
+            memory_factor=runtime.held.reserved,
+            tensor_step_s=step_s,
+            gathers_alone=runtime.gathers_alone,
+        )
         by = Scaling(forward=factors.time, backward=factors.time, memory=factors.memory)
         yield from _of_one_cluster(list(own), model, cluster, scaled(profiles, by), limit)
 
@@ -145,19 +154,19 @@ def _of_one_cluster(
         except BadInput as problem:
             yield Unpriced(run, str(problem))
             continue
-        yield Priced(run, step_s, _held_bytes(plan, found, run, profiles, limit), limit)
+        held = _held_bytes(plan, found, run, profiles, limit)
+        yield Priced(run, step_s, max(held), held[0] if run.read_on_first else max(held), limit)
 
 
-def _held_bytes(plan: Plan, found: Estimate, run: Run, profiles: Profiles, limit: int) -> int:
-    """The most that a rank holds, with its process where that was read, too."""
+def _held_bytes(plan: Plan, found: Estimate, run: Run, profiles: Profiles, limit: int) -> list[int]:
+    """What a rank of each stage holds, with its process where that was read, too."""
     process = profiles.process_bytes + _COMMUNICATORS * profiles.communicator_bytes
-    usable = (1 - SPARE_SHARE) * limit
-    most = 0.0
+    usable, held = (1 - SPARE_SHARE) * limit, []
     for stage, kept in zip(found.stages, kept_if_it_fits(plan, profiles), strict=True):
         outside = stage.memory_terms_bytes["process"] + stage.memory_terms_bytes.get("communicators", 0)
         needed = stage.memory_bytes - outside
-        most = max(most, needed, min(needed + kept, usable))
-    return round(most + run.machine.counts_process * process)
+        held.append(round(max(needed, min(needed + kept, usable)) + run.machine.counts_process * process))
+    return held
 
 
 def _precision(run: Run) -> Precision:
@@ -215,7 +224,7 @@ def _cluster(machine: Machine, rates: Rates, devices: int, memory_bytes: int) ->
 
 def _between(machine: Machine) -> NodeRates | None:
     """What its nodes send; what was measured is reached already."""
-    rates = NodeRates(machine.node_gbit_s, machine.gbit_s_by_collective, machine.network_step_us / 1e6).scaled(1e9 / 8)
+    rates = NodeRates(machine.node_gbit_s, machine.gbit_s_by_collective).scaled(1e9 / 8)
     return rates.scaled(1 / Efficiencies().link) if machine.measured else rates
 
 

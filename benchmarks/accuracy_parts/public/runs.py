@@ -26,8 +26,6 @@ class Machine(NamedTuple):
     gbit_s_by_collective: tuple[tuple[Collective, tuple[tuple[int, float], ...]], ...] = ()
     """The same of collectives that have rates of their own."""
     measured: bool = False
-    network_step_us: float = 14.0
-    """Latency of one step between nodes."""
     memory_gbyte_s: float | None = None
     """In place of the table's, where the source has another variant of the device."""
     memory_bytes: int | None = None
@@ -63,7 +61,9 @@ class Run(NamedTuple):
     """Where the layers are cut, in the order of the layers, if not evenly."""
     measured_s: float | None = None
     measured_bytes: float | None = None
-    """Of the fullest device."""
+    """Of the fullest device, or of the first where `read_on_first`."""
+    read_on_first: bool = False
+    """Whether memory was read on rank 0 alone, which is in the first pipeline stage."""
     uncounted: tuple[str, ...] = ()
     """Fields of its runtime that are left at their defaults."""
     failed: bool = False

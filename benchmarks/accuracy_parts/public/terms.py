@@ -26,6 +26,7 @@ TERMS = (
     Term("tensor-parallel messages that it hides", lambda run: _without_habits(run, "message_pieces")),
     Term("data parallelism beside computation", lambda run: _without_habits(run, "overlap")),
     Term("nanotron's floor of pipelines between nodes", lambda run: _uncounted(run, "pipelined_block_ms")),
+    Term("its steps of tensor parallelism between nodes", lambda run: _uncounted(run, "tensor_step_us")),
     Term("what the runtime holds in memory", lambda run: _without_habits(run, "held")),
 )
 

@@ -48,6 +48,10 @@ class Held(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whether the inputs of a block's two parts, gathered under tensor parallelism, stay until its backward pass."""
     recomputed: tuple[Module, ...] = ()
     """Modules that are computed again in the backward pass; the time of that is not counted."""
+    ties: bool = False
+    """Whether a stage that has embedding and head holds what they tie once; what it takes of that is the embedding's.
+
+    That both are shared out alike is taken for granted, as the systems that do so share them out."""
     reserved: float = 1.0
     """Memory that the allocator has taken of the device over what its tensors take at their peak."""
 
@@ -110,28 +114,33 @@ OURS = Held()
 _RESERVED = 1.03
 """Peak of reserved over allocated memory: the median of the eight given cards of Megatron Bridge that have both
 (examples/model_verification_cards of NVIDIA-NeMo/Megatron-Bridge 067f987), 1.02 to 1.11."""
-BY_TRANSFORMERS = Held(loss_bytes=12, reserved=_RESERVED)
+BY_TRANSFORMERS = Held(loss_bytes=12, ties=True, reserved=_RESERVED)
 """transformers/loss/loss_utils.py: `logits.float()`, of which F.cross_entropy keeps log-probabilities, in addition to
-its gradient and the gradient's bf16 copy: 12.25 bytes a logit by torch's own count of a forward and backward pass."""
+its gradient and the gradient's bf16 copy: 12.25 bytes a logit by torch's own count of a forward and backward pass.
+transformers/modeling_utils.py: `tie_weights` makes one parameter of both."""
 BY_GALVATRON = Held(loss_bytes=10, reserved=_RESERVED)
 """vocab_parallel_cross_entropy of its copy of Megatron: bf16 logits, their float32 copy, the softmax."""
-BY_MEGATRON_CORE = Held(loss_bytes=6, whole_gradients=True, fused_gate=True, fp8_inputs=True, reserved=_RESERVED)
+BY_MEGATRON_CORE = Held(
+    loss_bytes=6, whole_gradients=True, fused_gate=True, fp8_inputs=True, ties=True, reserved=_RESERVED
+)
 """megatron/core/distributed/param_and_grad_buffer.py: one contiguous buffer of gradients; its native fused cross
 entropy (core/fusions/fused_cross_entropy.py), as its validate_args refuses Transformer Engine's: logits or their
 gradient in bf16 beside the softmax in float32;
-megatron/core/fusions/fused_bias_swiglu.py keeps its input; Transformer Engine's linear.py keeps inputs quantized."""
+megatron/core/fusions/fused_bias_swiglu.py keeps its input; Transformer Engine's linear.py keeps inputs quantized;
+megatron/core/models/gpt/gpt_model.py: the output layer of the embedding's stage has no weight of its own."""
 BY_TORCHTITAN = Held(loss_bytes=12, sharded_loss_bytes=18, every_second_product=True, reserved=1.12)
 """torchtitan/components/loss.py: cross entropy of float32 logits, as transformers'; under tensor parallelism
 torch/distributed/tensor/parallel/loss.py, whose backward pass holds the logits in bf16, and in float32 their
 log-probabilities, the gradient of the labels', exponentials and their sum. Its policy of selective recomputation by
-operator keeps every second matrix product (distributed/activation_checkpoint.py). `reserved` is fitted to the eight
-given runs whose peak of reserved memory it printed."""
+operator keeps every second matrix product (distributed/activation_checkpoint.py). Of its models Qwen3 alone ties, so
+none is taken to. `reserved` is fitted to the eight given runs whose peak of reserved memory it printed."""
 BY_NANOTRON = Held(
-    loss_bytes=10, whole_gradients=True, compute_gradients=True, gathered_inputs=True, reserved=_RESERVED
+    loss_bytes=10, whole_gradients=True, compute_gradients=True, gathered_inputs=True, ties=True, reserved=1.07
 )
 """models/llama.py: bf16 logits, their float32 copy, and the shifted copy that becomes the softmax
 (parallel/tensor_parallel/functional.py). Buckets of DistributedDataParallel hold bf16 gradients beside the float32 ones
-of optim/gradient_accumulator.py. Column-parallel products keep what they gathered."""
+of optim/gradient_accumulator.py. Column-parallel products keep what they gathered. parallel/tied_parameters.py.
+`reserved` is fitted to the given readings of rank 0 (helpers.py, `log_throughput`)."""
 BY_MEGATRON_DEEPSPEED = Held(loss_bytes=10, whole_gradients=True, compute_gradients=True, reserved=1.253)
 """Megatron-DeepSpeed of 2022. megatron/core/tensor_parallel/cross_entropy.py: bf16 logits, float32 ones and softmax.
 runtime/bf16_optimizer.py: bf16 gradients beside float32 ones. `reserved` is fitted to the 30 given readings of

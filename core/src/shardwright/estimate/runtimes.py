@@ -1,7 +1,8 @@
 """Named runtimes: the kernels, overlap and memory of the systems that run plans, with their sources.
 
 Estimates take kernels, overlap, and what is held in memory (`held`). Fitted are the host's time for each kernel
-(`OPERATOR_S`, to layer times), its kernels for each expert, and nanotron's floor of pipelines between nodes.
+(`OPERATOR_S`, to layer times), its kernels for each expert, and nanotron's floor of pipelines and steps of tensor
+parallelism between nodes.
 """
 
 from collections.abc import Mapping
@@ -86,6 +87,8 @@ class Runtime(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     overlaps."""
     overlap: Overlap | None = None
     """Slowdowns of overlapped data parallelism and computation; None: they do not overlap."""
+    gathers_alone: bool = False
+    """Whether ZeRO-2's gather of parameters ends the optimizer's step, whatever overlaps."""
     operator_s: NonNegativeNumber = OPERATOR_S
     """Time of the host for each kernel."""
     graphs: Graphs = Graphs.NONE
@@ -110,6 +113,8 @@ class Runtime(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What it holds in memory unlike this project's runtime."""
     pipelined_block_ms: Mapping[int, float] = MappingProxyType({})
     """Least time of a block and micro-batch, both passes, by tensor parallelism, in pipelines between nodes."""
+    tensor_step_us: NonNegativeNumber = 0.0
+    """Latency that tensor parallelism adds to each step of a message between nodes."""
     sources: tuple[str, ...]
 
     @property
@@ -251,8 +256,12 @@ RUNTIMES: Mapping[RuntimeName, Runtime] = MappingProxyType(
                 overlap=_BESIDE,
                 held=BY_NANOTRON,
                 pipelined_block_ms=_NANOTRON_BLOCK_MS,
+                # Fitted to the playbook's runs without a pipeline; data parallelism over as many nodes shows none.
+                tensor_step_us=286,
+                gathers_alone=True,
                 sources=(
                     "nanotron/models: flash_attn_varlen_func of flash-attn 2 and its fused RMSNorm",
+                    "nanotron/optim/zero.py: the optimizer's step ends with the gather of all parameters",
                     "nanotron/parallel/tensor_parallel: a gather of tp_linear_async_communication goes beside the "
                     "products of the rank's own piece, which is not counted; reductions that hooks of "
                     "optim/gradient_accumulator.py begin in the last backward pass go beside it",
@@ -277,11 +286,13 @@ RUNTIMES: Mapping[RuntimeName, Runtime] = MappingProxyType(
                 fused=False,
                 attention=AttentionKernel.FLASH2,
                 overlap=_BESIDE,
+                gathers_alone=True,
                 held=BY_TRANSFORMERS,
                 sources=(
                     *_STOCK_MODELS,
                     "deepspeed/runtime/zero/config.py: overlap_comm reduces beside the backward pass, prefetch_bucket_"
                     "size gathers ahead; an export sets overlap_comm, which is off by default below stage 3",
+                    "deepspeed/runtime/zero/stage_1_and_2.py: the optimizer's step ends with a gather of all parameters",
                     _BESIDE_SOURCE,
                 ),
             ),

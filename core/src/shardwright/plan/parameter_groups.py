@@ -1,5 +1,6 @@
 """Groups of a layer's parameters that ranks share in one way: all of them, or experts apart from the rest."""
 
+from collections.abc import Set
 from typing import NamedTuple
 
 from msgspec import UNSET
@@ -14,6 +15,11 @@ class ParameterGroup(NamedTuple):
     kind: LayerType
     """The type with only these parameters; for experts, with the parameters of one group of experts."""
     strategy: Strategy
+
+    def without(self, names: Set[str]) -> "ParameterGroup":
+        """Return the group without the parameters of these names."""
+        kept = tuple(p for p in self.kind.parameters if p.name not in names)
+        return self._replace(kind=replace(self.kind, parameters=kept))
 
     def uncut(self, kind: LayerType) -> LayerType:
         """Return the layer's type with only the group's parameters, unsharded."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from shardwright.estimate.messages import steps
 from shardwright.key import LayerKey
 from shardwright.optimizers.registry import ADAMW, Optimizer
 from shardwright.plan.axes import Layout, axes_of, layout_of
@@ -21,6 +22,7 @@ from shardwright.plan.expert_messages import shares_experts
 from shardwright.plan.parameter_groups import parameter_groups
 from shardwright.plan.schedules.passes import Pass
 from shardwright.types import (
+    HEAD,
     ITEMSIZE,
     Cluster,
     GradientReduction,
@@ -94,6 +96,8 @@ class Turns(NamedTuple):
     """Whether a rank can compute another micro-batch's passes while a layer exchanges rows."""
     pipelined: bool = False
     """Whether the plan is a pipeline between nodes."""
+    ties: bool = False
+    """Whether the one stage of the plan has embedding and head, and holds what they tie once."""
 
 
 def has_other_passes(pp_size: int, num_microbatches: int, num_chunks: int) -> bool:
@@ -175,22 +179,24 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         return {name: self.profiles.of_device(self.cluster.node_types[name].device) for name in names}
 
     def turns(self, pp_size: int, num_microbatches: int, num_chunks: int) -> Turns:
-        """Return what of a plan's shape changes the times of passes, under these profiles.
+        """Return what of a plan's shape changes the costs of layers, under these profiles.
 
         An exchange overlaps with another micro-batch where there is one stage, or several chunks of each.
         """
-        overlaps, floors = self._shape_counts
+        overlaps, floors, ties = self._shape_counts
         return Turns(
             alternate=overlaps and has_other_passes(pp_size, num_microbatches, num_chunks),
             pipelined=floors and pp_size > 1 and self.cluster.num_nodes > 1,
+            ties=ties and pp_size == 1,
         )
 
     @cached_property
-    def _shape_counts(self) -> tuple[bool, bool]:
-        """Whether exchanges overlap in some profile, and whether one has least times of pipelines."""
+    def _shape_counts(self) -> tuple[bool, bool, bool]:
+        """Whether exchanges overlap in some profile, one has least times of pipelines, and all hold tied ones once."""
         each = self._profiles_by_type.values()
         overlaps = any(one.exchange is not None and one.exchange.overlapped for one in each)
-        return overlaps, any(key.pipelined for one in each for key in one.host)
+        ties = bool(self.model.tied) and all(one.held.ties for one in each)
+        return overlaps, any(key.pipelined for one in each for key in one.host), ties
 
     @property
     def step_overhead_s(self) -> float:
@@ -253,7 +259,8 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         figures = compute.figures
         forward_s = max(figures.forward_s + further[0].time_s, least[0])
         backward_s = max(figures.backward_s + further[1].time_s, least[1])
-        costs = self._all_parameters(type_name, of_parameters(strategy), topology, single_microbatch)
+        tied = turns.ties and type_name == HEAD
+        costs = self._all_parameters(type_name, of_parameters(strategy), topology, single_microbatch, tied)
         added = picoseconds(costs.reduction.added_s(backward_s))
         once, alone, overlapped = added, costs.reduction.alone.time_s, costs.reduction.overlapped_s(backward_s)
         if reduces_every:
@@ -361,19 +368,28 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_method
     def _all_parameters(
-        self, type_name: str, strategy: Strategy, topology: StageTopology, single_microbatch: bool
+        self, type_name: str, strategy: Strategy, topology: StageTopology, single_microbatch: bool, tied: bool
     ) -> LayerParameters:
-        """Return the costs of a layer's parameters, with those of experts that are split over ranks."""
+        """Return the costs of a layer's parameters, with those of experts that are split over ranks.
+
+        `tied`: without those that the embedding holds for the layer.
+        """
         groups = []
         for number, group in enumerate(parameter_groups(self.model.types[type_name], strategy)):
             given = type_name, number, strategy
-            priced = [self._parameters(*given, on, single_microbatch) for on in topology.each_type]
+            priced = [self._parameters(*given, on, single_microbatch, tied) for on in topology.each_type]
             groups.append((group.strategy, slowest_parameters(priced)))
         return joined_parameters(groups)
 
     @cached_method
     def _parameters(
-        self, type_name: str, number: int, strategy: Strategy, topology: StageTopology, single_microbatch: bool
+        self,
+        type_name: str,
+        number: int,
+        strategy: Strategy,
+        topology: StageTopology,
+        single_microbatch: bool,
+        tied: bool,
     ) -> ParameterCosts:
         """Return the costs of a group of a layer's parameters, which are the same whatever is recomputed."""
         reduces_every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
@@ -382,6 +398,8 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         states = states_of(profiles, type_name, tp_size)
         given = profiles, self.model, self.precision, self.optimizer, reduces_every
         group = parameter_groups(self.model.types[type_name], strategy)[number]
+        if tied:
+            group = group.without({name for _, name in self.model.tied})
         return parameter_costs(*given, type_name, group, topology, states, single_microbatch)
 
     def _compute(
@@ -475,6 +493,8 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
                 continue
             here = collective_time(profiles, message.collective, groups, message.bytes)
             there = collective_time(profiles, message.collective, profiled, message.bytes)
-            longer_s[message.during] += max(0.0, here.time_s - there.time_s) * message.times
+            crossing = max((steps(message.collective, g.nodes) for g in groups if g.across_nodes), default=0)
+            longer = max(0.0, here.time_s - there.time_s) + crossing * profiles.tensor_step_s
+            longer_s[message.during] += longer * message.times
             warning = warning or here.warning
         return tuple(Duration(longer_s[during], warning) for during in Pass)

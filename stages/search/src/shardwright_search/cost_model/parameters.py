@@ -261,6 +261,8 @@ def parameter_costs(
     given = profiles, states, axes.shards, groups
     # One gather stands for those of all passes.
     gather = _overlapped(*given, [m for m in messages if m.cause is Cause.PARAMETERS][:1])
+    if profiles.gathers_alone and strategy.data_parallel is not DataParallel.ZERO3:
+        gather = gather._replace(slowdowns=None)
     reduction = _overlapped(*given, [m for m in messages if m.cause is Cause.GRADIENTS])
     return ParameterCosts(
         memory=parameter_memory(

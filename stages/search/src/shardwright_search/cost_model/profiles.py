@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from shardwright.estimate.curves import fits_table
 from shardwright.estimate.held import OURS, Held
-from shardwright.estimate.runtimes import RUNTIMES, RuntimeName
+from shardwright.estimate.runtimes import RUNTIMES, Runtime, RuntimeName
 from shardwright.io import BadInput
 from shardwright.io.table import Row, columns_of
 from shardwright.key import ExpertKey, HostKey, LayerKey, rows_by_key
@@ -83,6 +83,10 @@ class Profiles(NamedTuple):
     """The factor of a rank's memory: what the runtime's allocator reserves, and what measured plans taught."""
     held: Held = OURS
     """What the runtime holds unlike this project's."""
+    tensor_step_s: float = 0.0
+    """What the runtime's tensor parallelism adds to each step of a message between nodes."""
+    gathers_alone: bool = False
+    """Whether the runtime gathers ZeRO-2's parameters beside nothing."""
     others: tuple["Profiles", ...] = ()
     """The profiles of the other devices of a mixed cluster."""
     rests: Mapping[LayerKey, LayerPoints] = MappingProxyType({})
@@ -176,7 +180,8 @@ def index_profiles(
 ) -> Profiles:
     """Return the profiles with their tables indexed by key."""
     (process,) = model_profile.process.rows
-    held = _held_by(model_profile.origin.runtime, model_file)
+    runtime = _runtime_of(model_profile.origin.runtime, model_file)
+    held = runtime.held
     counted = ("process_bytes", "step_overhead_s", *(("communicator_bytes",) if process.communicator_bytes else ()))
     return Profiles(
         hardware=hardware,
@@ -200,13 +205,15 @@ def index_profiles(
         notes=model_profile.provenance.notes,
         memory_factor=held.reserved,
         held=held,
+        tensor_step_s=runtime.tensor_step_us / 1e6,
+        gathers_alone=runtime.gathers_alone,
     )
 
 
-def _held_by(runtime: str, file: Path) -> Held:
+def _runtime_of(runtime: str, file: Path) -> Runtime:
     if runtime not in RUNTIMES:
         raise BadInput(file, f"is of runtime {runtime!r}, which is not known", f"make one of {', '.join(RUNTIMES)}")
-    return RUNTIMES[RuntimeName(runtime)].held
+    return RUNTIMES[RuntimeName(runtime)]
 
 
 def sources_of(row: Row, *names: str) -> Sources:
