@@ -320,7 +320,7 @@ def test_a_run_that_may_lose_nodes_is_told_what_to_plan_again_with(finished):
         config["searches"]["roomy"]["imbalance"] = 1.5
 
     finished.configure(change)
-    done = finished.snakemake("train_demo", "-R", "run")
+    done = finished.snakemake("results/runs/demo.done", "-R", "run")
     assert done.status == 0, done.output
     given = _options(_of(finished.calls(), "shardwright train run")[-1])
     plans = _of(finished.calls(), "shardwright plan")

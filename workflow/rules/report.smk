@@ -24,6 +24,8 @@ rule report:
         "results/logs/report.log",
     benchmark:
         "results/benchmarks/report.tsv"
+    conda:
+        "../envs/plan.yaml"
     resources:
         **LIGHT,
     params:
@@ -38,5 +40,5 @@ rule report:
     message:
         "write the report"
     shell:
-        "( python {params.script:q} page --results {params.results:q} {params.names:q} {params.profiles:q} {params.pictures:q} --out {output.page:q}"
-        " && python {params.script:q} summary --results {params.results:q} {params.names:q} > {output.summary:q} ) 2> {log:q}"
+        "python {params.script:q} page --results {params.results:q} {params.names:q} {params.profiles:q} {params.pictures:q}"
+        " --out {output.page:q} > {output.summary:q} 2> {log:q}"

@@ -24,6 +24,8 @@ rule search:
     priority: 1
     group:
         group_of_search
+    conda:
+        "../envs/plan.yaml"
     resources:
         mem_mb=4000,
         runtime=60,
@@ -54,6 +56,8 @@ rule grid:
         "results/logs/grid.log",
     benchmark:
         "results/benchmarks/grid.tsv"
+    conda:
+        "../envs/plan.yaml"
     resources:
         **LIGHT,
     params:
