@@ -147,7 +147,7 @@ def test_a_run_begins_with_weights_and_leaves_a_model_where_it_is_told_to(finish
     said = {"weights": "/models/demo", "new_weights": True, "checkpoint_async": False, "export": True}
     finished.configure(lambda config: config["runs"]["demo"].update(said))
     done = finished.snakemake("runs")
-    assert (done.status, done.jobs) == (0, {"run": 1, "convert": 1}), done.output
+    assert (done.status, done.jobs) == (0, {"write_run_settings": 1, "run": 1, "convert": 1}), done.output
     run = _of(finished.calls(), "shardwright train run")[-1]
     (converted,) = _of(finished.calls(), "shardwright train convert")
     words = " ".join(run)
@@ -167,7 +167,7 @@ def test_a_run_begins_with_weights_and_leaves_a_model_where_it_is_told_to(finish
 
 def test_another_number_of_steps_trains_that_run_alone(finished):
     finished.configure(lambda config: config["runs"]["demo"].update(steps=300))
-    assert finished.snakemake("runs", "-n").jobs == {"run": 1}
+    assert finished.snakemake("runs", "-n").jobs == {"write_run_settings": 1, "run": 1}
 
 
 def test_a_new_model_leaves_what_is_there_alone(finished):
