@@ -92,6 +92,12 @@ def placed(text):
     return re.sub(r"(?<![^\s'])results/", f"{PREFIX}results/", str(text))
 
 
+def found(word, files):
+    """Return a word of a command; the folder of one of some files where a job finds it, with storage in a copy of its own."""
+    folders = (str(Path(file).parent) for file in files)
+    return next((folder for folder in folders if Path(folder).match(f"*/{word}")), placed(word))
+
+
 def all_cores(_wildcards):
     """Return the threads of a timed job: alone on this machine; on a cluster it has its nodes to itself anyway."""
     # workflow.cores refuses to answer where no --cores was given, as with Slurm and in dry runs.

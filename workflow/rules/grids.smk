@@ -70,7 +70,7 @@ rule grid_plans:
     input:
         answers="results/grids/{grid}/answers/{model}@{cluster}.json",
         given="results/grids/{grid}/plans/{model}@{cluster}",
-        script=ROOT / "workflow/scripts/grid_tables.py",
+        script=local(str(ROOT / "workflow/scripts/grid_tables.py")),
     output:
         plans="results/grids/{grid}/measured/{model}@{cluster}.plans.json",
     log:
@@ -122,7 +122,7 @@ rule grid_table:
         measured=lambda wildcards: GRIDS[wildcards.grid].measurements,
         fronts=lambda wildcards: GRIDS[wildcards.grid].fronts,
         published_times="results/grids/{grid}/published_times.json",
-        script=ROOT / "workflow/scripts/grid_tables.py",
+        script=local(str(ROOT / "workflow/scripts/grid_tables.py")),
     output:
         report("results/grids/{grid}.csv", caption="../report/grid.rst", category="Grids"),
         page="results/grids/{grid}.md",

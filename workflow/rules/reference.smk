@@ -55,9 +55,9 @@ rule reference_imports:
     input:
         REFERENCE.described(),
         "results/reference/hetu-galvatron",
-        ROOT / "config/reference/fasop-layer-times.csv",
-        ROOT / "config/reference/fasop-constants.json",
-        ROOT / "config/reference/fasop-growth.json",
+        local(str(ROOT / "config/reference/fasop-layer-times.csv")),
+        local(str(ROOT / "config/reference/fasop-constants.json")),
+        local(str(ROOT / "config/reference/fasop-growth.json")),
         batch="results/reference/import.txt",
     output:
         REFERENCE.imported(),

@@ -1,7 +1,7 @@
 # One page that says what was planned, what was predicted and what came of it.
 rule report:
     input:
-        scripts=sorted((ROOT / "workflow/scripts").glob("*.py")),
+        scripts=[local(str(path)) for path in sorted((ROOT / "workflow/scripts").glob("*.py"))],
         plans=expand("results/plans/{search}.json", search=CONFIG.settings.searches),
         predictions=expand("results/plans/{search}.prediction.json", search=CONFIG.settings.searches),
         measurements=expand(

@@ -47,7 +47,7 @@ rule search:
 
 rule grid:
     input:
-        script=ROOT / "workflow/scripts/show.py",
+        script=local(str(ROOT / "workflow/scripts/show.py")),
         plans=expand("results/plans/{search}.json", search=CONFIG.settings.searches),
         predictions=expand("results/plans/{search}.prediction.json", search=CONFIG.settings.searches),
     output:

@@ -98,10 +98,10 @@ rule run:
         **(on_cluster(cluster_of_run, runtime_min=RUN_MIN) | {"slurm_extra": slurm_extra_of_run}),
     params:
         folder=lambda wildcards, output: Path(output.done).parent,
-        data=lambda wildcards: placed(CONFIG.data_folder(settings_of_run(wildcards).data)),
+        data=lambda wildcards, input: found(CONFIG.data_folder(settings_of_run(wildcards).data), input.data),
         checkpoints=lambda wildcards: placed(f"results/checkpoints/{wildcards.run}"),
         logs=lambda wildcards: placed(f"results/logs/ranks/{wildcards.run}"),
-        options=lambda wildcards: [placed(word) for word in CONFIG.run_options(RUNS[wildcards.run])],
+        options=lambda wildcards, input: [found(word, input.data) for word in CONFIG.run_options(RUNS[wildcards.run])],
         nodes=nodes_options(cluster_of_run),
         replan=replan_options,
         outliving=outliving_options,
