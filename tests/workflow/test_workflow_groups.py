@@ -48,3 +48,9 @@ def test_a_corrected_search_is_in_no_job_with_the_one_that_it_learns_from(many):
         config["searches"][name]["correction"] = "search-0"
     (many.folder / "config.yaml").write_text(yaml.safe_dump(config))
     assert _groups(many, "--group-components", "search=16")["search"] == 3
+
+
+def test_the_small_files_are_written_where_snakemake_is_called():
+    """Each rule says so itself: one that is made of another by `use rule` does not take it over."""
+    rules = re.split(r"^(?=(?:use )?rule )", (ROOT / "workflow/rules/documents.smk").read_text(), flags=re.M)[1:]
+    assert len(rules) > 10 and all("    localrule: True\n" in rule for rule in rules)

@@ -19,6 +19,7 @@ use rule write_cluster as write_unpriced_cluster with:
         "results/clusters/unpriced/{name}.json",
     log:
         "results/logs/clusters/unpriced/{name}.log",
+    localrule: True
     params:
         text=lambda wildcards: CONFIG.cluster_json(wildcards.name, priced=False),
 
@@ -28,6 +29,7 @@ use rule write_cluster as write_model_config with:
         "results/models/{name}/config.json",
     log:
         "results/logs/models/{name}/config.log",
+    localrule: True
     params:
         text=lambda wildcards: CONFIG.model_config_json(wildcards.name),
 
@@ -37,6 +39,7 @@ use rule write_cluster as write_profile_settings with:
         "results/settings/{name}.json",
     log:
         "results/logs/settings/{name}.log",
+    localrule: True
     params:
         text=lambda wildcards: CONFIG.profile_json(wildcards.name),
 
@@ -46,6 +49,7 @@ use rule write_cluster as write_search with:
         "results/searches/{name}.json",
     log:
         "results/logs/searches/{name}.log",
+    localrule: True
     params:
         text=lambda wildcards: CONFIG.search_json(wildcards.name),
 
@@ -55,6 +59,7 @@ use rule write_cluster as write_blend with:
         "results/data/{data}/blend.json",
     log:
         "results/logs/data/{data}/blend.log",
+    localrule: True
     params:
         text=lambda wildcards: CONFIG.blend_json(DATA[wildcards.data]),
 
@@ -64,6 +69,7 @@ use rule write_cluster as write_run_settings with:
         "results/runs/{run}/settings.json",
     log:
         "results/logs/runs/{run}/settings.log",
+    localrule: True
     params:
         text=lambda wildcards: json.dumps(identity_of_run(CONFIG.settings, RUNS[wildcards.run])),
 
@@ -73,6 +79,7 @@ use rule write_cluster as write_grid_cells with:
         "results/grids/{grid}/asked/{model}@{cluster}.json",
     log:
         "results/logs/grids/{grid}/asked/{model}@{cluster}.log",
+    localrule: True
     params:
         text=lambda wildcards: GRIDS[wildcards.grid].cells_json(wildcards.model, wildcards.cluster),
 
@@ -82,6 +89,7 @@ use rule write_cluster as write_grid_cluster with:
         "results/grids/{grid}/clusters/{cluster}.json",
     log:
         "results/logs/grids/{grid}/clusters/{cluster}.log",
+    localrule: True
     params:
         text=lambda wildcards: GRIDS[wildcards.grid].cluster_json(wildcards.cluster),
 
@@ -91,6 +99,7 @@ use rule write_cluster as write_grid_published_times with:
         "results/grids/{grid}/published_times.json",
     log:
         "results/logs/grids/{grid}/published_times.log",
+    localrule: True
     params:
         text=lambda wildcards: GRIDS[wildcards.grid].published_times_json,
 
@@ -100,6 +109,7 @@ use rule write_cluster as write_grid_front with:
         "results/grids/{grid}/fronts/{front}.search.json",
     log:
         "results/logs/grids/{grid}/fronts/{front}.search.log",
+    localrule: True
     params:
         text=lambda wildcards: GRIDS[wildcards.grid].front_json(wildcards.front),
 
@@ -110,6 +120,7 @@ use rule write_cluster as write_grid_commands with:
         "results/grids/{grid}/commands/{model}@{cluster}.txt",
     log:
         "results/logs/grids/{grid}/commands/{model}@{cluster}.log",
+    localrule: True
     params:
         text=lambda wildcards: [
             placed(line) for line in GRIDS[wildcards.grid].commands(wildcards.model, wildcards.cluster)
@@ -121,6 +132,7 @@ use rule write_cluster as write_reference_config with:
         "results/reference/models/{name}/config.json",
     log:
         "results/logs/reference/models/{name}.log",
+    localrule: True
     params:
         text=lambda wildcards: REFERENCE.config_json(wildcards.name),
 
@@ -130,5 +142,6 @@ use rule write_cluster as write_reference_commands with:
         "results/reference/{batch}.txt",
     log:
         "results/logs/reference/{batch}.log",
+    localrule: True
     params:
         text=lambda wildcards: [placed(line) for line in REFERENCE.lines(wildcards.batch)],
