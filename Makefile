@@ -105,6 +105,7 @@ check: format-check ## formats, ruff, mypy --strict, import-linter, schemas
 	@python -m shardwright.schema.generate --check
 	@python -m shardwright_search.space.schema --check
 	@python workflow/configuration_types.py --check
+	@python workflow/configuration_defaults.py --check
 	@python workflow/environments.py --check
 	@python tests/architecture/count_code.py
 	@echo "all checks passed"

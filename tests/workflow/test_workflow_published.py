@@ -1,5 +1,6 @@
 """What others ask of the workflow: `snakemake --lint`, the Snakemake Workflow Catalog, an image."""
 
+import copy
 import os
 import re
 import shutil
@@ -11,6 +12,9 @@ from tempfile import TemporaryDirectory
 import pytest
 import yaml
 
+from configuration import load_workflow
+from configuration_defaults import DEFAULTS, generated
+from configuration_types import Configuration
 from environments import generated as environments
 
 ROOT = Path(__file__).parents[2]
@@ -137,3 +141,17 @@ def test_what_github_runs_is_there():
     assert called == parts == {"format", "lint", "test", "report", "long"}
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert cited["authors"] == [{"name": "Shardwright"}] and cited["version"] == (ROOT / "VERSION").read_text().strip()
+
+
+def test_every_key_and_its_default_are_those_of_the_types():
+    """A configuration in which all of them are written out means what the one does that leaves them out."""
+    assert (ROOT / DEFAULTS).read_text(encoding="utf-8") == generated(), "run python workflow/configuration_defaults.py"
+    defaults = yaml.safe_load(generated())
+    config = yaml.safe_load((ROOT / "config/config.yaml").read_text(encoding="utf-8"))
+    written = copy.deepcopy(config)
+    for section in ("node_types", "models", "searches", "runs"):
+        for entry in written[section].values():
+            stated = {key: value for key, value in defaults[section]["NAME"].items() if value != "required"}
+            entry |= {key: value for key, value in stated.items() if key not in entry}
+    assert load_workflow(written, "config.yaml", ROOT).sections == load_workflow(config, "config.yaml", ROOT).sections
+    assert set(defaults) == set(Configuration.__struct_fields__)

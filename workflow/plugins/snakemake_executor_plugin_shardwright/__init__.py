@@ -18,7 +18,7 @@ __all__ = ["Executor", "ExecutorSettings", "common_settings"]
 
 
 @dataclass
-class ExecutorSettings(SlurmSettings):
+class ExecutorSettings(SlurmSettings):  # type: ignore[misc]
     """The settings of the plugin for Slurm, and the bound."""
 
     max_seconds_between_status_checks: int = field(
