@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from documented import rebuilding_rows
 
 ROOT = Path(__file__).parents[2]
 
@@ -215,7 +216,7 @@ def test_what_is_analytic_is_estimated_and_not_measured(finished):
     assert {"hardware", "probes", "measure", "fit"} <= set(finished.snakemake("plans", "-n").jobs)
 
 
-_ROWS = re.findall(r"^\| (.+) \| `(.+?): (.+)` \| (.+) \|$", (ROOT / "docs" / "rebuilding.md").read_text(), re.M)
+_ROWS = rebuilding_rows()
 
 
 def test_the_rows_of_the_table_are_found():
