@@ -4,6 +4,7 @@ Nodes of several types are the components of one heterogeneous job.
 """
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -177,3 +178,9 @@ def _predicted_step_s(file: Path, plan: Plan, prediction: Path) -> float:
     if plan.sha256 != predicted.plan_sha256:
         raise BadInput(file, f"is not the plan of {prediction}", "search again, or set runs.<name>.grace_s")
     return predicted.estimate.simulated_step_time_s
+
+
+def is_array(rule: str, executor_settings: object) -> bool:
+    """Whether an executor for Slurm is asked to submit the jobs of a rule as an array; others have no such setting."""
+    asked = getattr(executor_settings, "array_jobs", None) or ""
+    return not {rule, "all"}.isdisjoint(re.split("[,; ]+", asked))

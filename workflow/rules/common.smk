@@ -43,7 +43,7 @@ else:
         from reference import Reference
         from result_folders import data_by_folder, files_of_run, identity_of_run, runs_by_folder
         from shardwright.io import one_line_errors
-        from slurm_jobs import job_minutes, job_resources, signal_lead_s
+        from slurm_jobs import is_array, job_minutes, job_resources, signal_lead_s
     except ModuleNotFoundError as error:
         missing = f"error: {error.name}: is not installed where Snakemake is: make setup, and call .venv/bin/snakemake"
         print(missing, file=sys.stderr)
@@ -151,7 +151,12 @@ def cluster_of_search(wildcards):
 
 
 def group_of_search(wildcards):
-    """Return the group of jobs of a search; None for one that waits for another search to be measured or trained with."""
+    """Return the group of jobs of a search; None for one that waits for another search to be measured or trained with.
+
+    None as well where Slurm is asked for an array of searches, of which a group is no part.
+    """
+    if is_array("search", workflow.executor_settings):
+        return None
     waits_for = CONFIG.corrections_of(wildcards.search) + runs_of(
         CONFIG.settings, CONFIG.settings.searches[wildcards.search].imbalance
     )
