@@ -16,6 +16,7 @@ COPY VERSION README.md pyproject.toml constraints.txt requirements-dev.txt ./
 COPY .ci .ci
 COPY core core
 COPY stages stages
+COPY workflow/plugins workflow/plugins
 # The exact versions of constraints.txt, as `make setup` takes them.
 RUN .ci/venv .venv "$TORCH_INDEX"
 

@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo quick test test-long test-slurm test-browser parity compiled kills resumes brute-force grids frozen versions systems null-gpu check docs dist bench gpu gpu-kit clean
+.PHONY: help setup demo quick test test-long test-slurm test-browser parity compiled kills resumes brute-force grids frozen versions systems null-gpu check format-check docs dist bench gpu gpu-kit clean
 
 VENV := .venv
 STAMP := $(VENV)/.ready
@@ -94,15 +94,19 @@ null-gpu: ## plans of all families on a CUDA device that computes nothing, with 
 systems: ## what is exported, read by Megatron's, torchtitan's, DeepSpeed's and accelerate's own classes, old and new, in an environment of its own (20 minutes)
 	@.ci/systems "$(TORCH_INDEX)"
 
-check: $(STAMP) ## ruff, mypy --strict, snakefmt, import-linter, schemas
-	@ruff check -q .
+format-check: $(STAMP) ## what ruff and snakefmt would write otherwise
 	@ruff format -q --check . || { ruff format --check .; exit 1; }
-	@mypy $(SOURCES) workflow docs/site
 	@snakefmt --check $(WORKFLOW) 2>&1 | { grep -v -E '^\[INFO\]' || true; }
+
+check: format-check ## formats, ruff, mypy --strict, import-linter, schemas
+	@ruff check -q .
+	@mypy $(SOURCES) workflow docs/site
 	@lint-imports --no-logo | tail -n 3
 	@python -m shardwright.schema.generate --check
 	@python -m shardwright_search.space.schema --check
 	@python workflow/configuration_types.py --check
+	@python workflow/configuration_defaults.py --check
+	@python workflow/environments.py --check
 	@python tests/architecture/count_code.py
 	@echo "all checks passed"
 
@@ -133,6 +137,6 @@ clean: ## remove .venv, results and caches
 	@rm -rf $(VENV) .venvs results .snakemake .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): VERSION constraints.txt requirements-dev.txt pyproject.toml
+$(STAMP): VERSION constraints.txt requirements-dev.txt pyproject.toml workflow/plugins/pyproject.toml
 	@.ci/venv $(VENV) "$(TORCH_INDEX)"
 	@touch $@

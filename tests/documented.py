@@ -47,3 +47,8 @@ def _words(line: str) -> tuple[str, ...]:
         words = line.rstrip("'\"").split()
     ends = [i for i, word in enumerate(words) if word in ("|", "&&", ";", ">", "2>", "&")]
     return tuple(word.split("|")[0] for word in words[: min(ends, default=len(words))])
+
+
+def rebuilding_rows() -> list[tuple[str, str, str, str]]:
+    """The rows of docs/rebuilding.md: what changes, the key, its value, and the rules that run again."""
+    return re.findall(r"^\| (.+) \| `(.+?): (.+)` \| (.+) \|$", (ROOT / "docs/rebuilding.md").read_text(), re.M)

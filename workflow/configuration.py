@@ -6,7 +6,6 @@ files to write, what depends on what, and the resources of a job from it.
 
 import json
 import os
-import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from configuration_files import check_texts
 from configuration_normal import normal
 from configuration_types import RANDOM, Configuration, ModelChoice, Profile, Run, Search, Source
 from expert_loads import check_load
+from reading import RUN_MIN, any_of
 from result_folders import folder_of_data
 from shardwright.command.options import options_of
 from shardwright.estimate.settings import ProfileSettings
@@ -27,7 +27,7 @@ from shardwright.types import GIB, Cluster
 from shardwright_search.space.request import SearchRequest
 from shardwright_train.data.corpora import Source as Corpus
 from shardwright_train.options import RunOptions
-from slurm_jobs import RUN_MIN, Component, components_of, job_minutes, job_resources
+from slurm_jobs import Component, components_of, job_minutes, job_resources
 
 _OFF = {option.field: option.off for option in options_of(RunOptions) if option.off}
 """Options of `shardwright train run` that switch off a default, by key."""
@@ -316,11 +316,6 @@ def _option(name: str, key: str, value: object) -> list[str]:
     if isinstance(value, list):
         return [word for each in value for word in (name, str(each))]
     return [name, str(value)]
-
-
-def any_of(names: Iterable[str]) -> str:
-    """A regular expression that matches each of some names, and nothing else."""
-    return "|".join(map(re.escape, names)) or "(?!)"
 
 
 def document_text(kind: type[Document], content: Section) -> str:

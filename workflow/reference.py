@@ -33,9 +33,35 @@ class Reference:
         }
         self._described: Mapping[str, Any] = presets | fasop
 
-    def configs(self) -> Mapping[str, str]:
-        """The Hugging Face configuration of each model, its preset's with what differs, by path."""
-        return {f"{_FOLDER}/models/{name}/config.json": self._config(model) for name, model in self._described.items()}
+    @property
+    def requirement(self) -> str:
+        """The distribution whose sources have Galvatron's tables."""
+        return str(self.galvatron["requirement"])
+
+    @property
+    def sha256(self) -> str:
+        """The SHA-256 of these sources."""
+        return str(self.galvatron["sha256"])
+
+    def configs(self) -> list[str]:
+        """The path of each model's Hugging Face configuration."""
+        return [f"{_FOLDER}/models/{name}/config.json" for name in self._described]
+
+    def config_json(self, name: str) -> str:
+        """The Hugging Face configuration of a model: its preset's with what differs."""
+        return self._config(self._described[name])
+
+    def lines(self, batch: str) -> list[str]:
+        """The commands of the batch `describe` or `import`."""
+        return self.describe_lines() if batch == "describe" else self.import_lines()
+
+    def described(self) -> list[str]:
+        """The files that the batch `describe` writes."""
+        return list(outputs(self.describe_lines()))
+
+    def imported(self) -> list[str]:
+        """The files that the batch `import` writes."""
+        return list(outputs(self.import_lines()))
 
     def describe_lines(self) -> list[str]:
         """The commands that describe every model at every length, for `shardwright train batch`."""

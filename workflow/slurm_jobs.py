@@ -4,6 +4,7 @@ Nodes of several types are the components of one heterogeneous job.
 """
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,6 @@ from functools import cache
 from itertools import groupby
 from math import ceil
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import msgspec
@@ -27,8 +27,6 @@ START_S = 30.0
 """Seconds for the signal's way to the ranks and their end, besides steps and saves: an assumption."""
 SAVE_BYTES_PER_S = 200e6
 """Bytes per second that a shared file system takes in from one node: a low assumption, until a save was measured."""
-RUN_MIN = 1440
-"""Minutes of a run's job if no node type states them."""
 _MOST = 4
 """An orderly stop may take at most this fraction of a job's time, unless `grace_s` is set."""
 _SAVES = 2
@@ -182,15 +180,7 @@ def _predicted_step_s(file: Path, plan: Plan, prediction: Path) -> float:
     return predicted.estimate.simulated_step_time_s
 
 
-def know_heterogeneous_jobs(plugin: ModuleType) -> None:
-    """Make Snakemake's plugin for Slurm (2.8.0) find the state of a job 7 whose first component squeue calls 7+0.
-
-    A heterogeneous job ends with its first component; without this, the plugin waits on after the job's end.
-    """
-    query = plugin.query_job_status
-
-    async def by_number(*arguments: object) -> tuple[dict[str, str] | None, float | None]:
-        states, took_s = await query(*arguments)
-        return states and {name.removesuffix("+0"): state for name, state in states.items()}, took_s
-
-    plugin.query_job_status = by_number  # type: ignore[attr-defined]
+def is_array(rule: str, executor_settings: object) -> bool:
+    """Whether an executor for Slurm is asked to submit the jobs of a rule as an array; others have no such setting."""
+    asked = getattr(executor_settings, "array_jobs", None) or ""
+    return not {rule, "all"}.isdisjoint(re.split("[,; ]+", asked))

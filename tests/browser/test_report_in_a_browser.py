@@ -21,8 +21,20 @@ def page(tmp_path_factory):
 @pytest.mark.parametrize("width", [1280, 420])
 def test_nothing_is_cut_off_and_tables_are_read_without_scrolling(page, width):
     first, *wrong = seen(page, width)
-    assert first == f"seen at {width} px: 8 pictures with 78 hover texts, 6 tables"
+    assert first == f"seen at {width} px: 16 pictures with 156 hover texts, 7 tables"
     assert wrong == []
+
+
+@pytest.mark.parametrize("width", [1280, 420])
+def test_text_in_pictures_is_as_large_as_it_was_drawn(page, width):
+    """11 px at least, but for what rounding takes."""
+    moves = """
+      const sizes = [...page.querySelectorAll('svg text')].filter((word) => word.getBoundingClientRect().width).map(
+        (word) => parseFloat(frame.contentWindow.getComputedStyle(word).fontSize) * word.getScreenCTM().a);
+      more.push(`${sizes.length > 50} ${Math.min(...sizes).toFixed(1)}`);
+    """
+    (said,) = seen(page, width, moves)[1:]
+    assert said.startswith("more: true ") and float(said.split()[-1]) >= 10.9
 
 
 def test_a_narrow_table_names_each_number(page):

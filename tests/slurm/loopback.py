@@ -64,10 +64,11 @@ class Workspace:
         command = [
             "snakemake", "--profile", "slurm", "--snakefile", str(ROOT / "Snakefile"),
             "--configfile", "config.yaml",
-            "--slurm-init-seconds-before-status-checks", "1", *arguments,
+            "--shardwright-init-seconds-before-status-checks", "1", *arguments,
         ]  # fmt: skip
         environment = os.environ | {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT / "workflow/plugins"),
             "XDG_CACHE_HOME": str(self.folder / "cache"),
         }
         with (self.folder / into).open("w") as said:

@@ -32,7 +32,7 @@ class Called(NamedTuple):
         _, found, table = self.output.rpartition("Job stats:\n")
         table = table.partition("total")[0] if found else ""
         rows = [line.split() for line in table.splitlines()[2:] if line.strip()]
-        targets = re.compile("all|plans|profiles|runs|train_.*")
+        targets = re.compile("all|plans|profiles|runs|train")
         return {rule: int(count) for rule, count in rows if not targets.fullmatch(rule)}
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from documented import rebuilding_rows
 
 ROOT = Path(__file__).parents[2]
 
@@ -147,7 +148,7 @@ def test_a_run_begins_with_weights_and_leaves_a_model_where_it_is_told_to(finish
     said = {"weights": "/models/demo", "new_weights": True, "checkpoint_async": False, "export": True}
     finished.configure(lambda config: config["runs"]["demo"].update(said))
     done = finished.snakemake("runs")
-    assert (done.status, done.jobs) == (0, {"run": 1, "convert": 1}), done.output
+    assert (done.status, done.jobs) == (0, {"write_run_settings": 1, "run": 1, "convert": 1}), done.output
     run = _of(finished.calls(), "shardwright train run")[-1]
     (converted,) = _of(finished.calls(), "shardwright train convert")
     words = " ".join(run)
@@ -167,7 +168,7 @@ def test_a_run_begins_with_weights_and_leaves_a_model_where_it_is_told_to(finish
 
 def test_another_number_of_steps_trains_that_run_alone(finished):
     finished.configure(lambda config: config["runs"]["demo"].update(steps=300))
-    assert finished.snakemake("runs", "-n").jobs == {"run": 1}
+    assert finished.snakemake("runs", "-n").jobs == {"write_run_settings": 1, "run": 1}
 
 
 def test_a_new_model_leaves_what_is_there_alone(finished):
@@ -215,7 +216,7 @@ def test_what_is_analytic_is_estimated_and_not_measured(finished):
     assert {"hardware", "probes", "measure", "fit"} <= set(finished.snakemake("plans", "-n").jobs)
 
 
-_ROWS = re.findall(r"^\| (.+) \| `(.+?): (.+)` \| (.+) \|$", (ROOT / "docs" / "rebuilding.md").read_text(), re.M)
+_ROWS = rebuilding_rows()
 
 
 def test_the_rows_of_the_table_are_found():
@@ -320,7 +321,7 @@ def test_a_run_that_may_lose_nodes_is_told_what_to_plan_again_with(finished):
         config["searches"]["roomy"]["imbalance"] = 1.5
 
     finished.configure(change)
-    done = finished.snakemake("train_demo", "-R", "run")
+    done = finished.snakemake("results/runs/demo.done", "-R", "run")
     assert done.status == 0, done.output
     given = _options(_of(finished.calls(), "shardwright train run")[-1])
     plans = _of(finished.calls(), "shardwright plan")

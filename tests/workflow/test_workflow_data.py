@@ -24,7 +24,9 @@ def test_a_blend_and_data_to_evaluate_on_are_prepared_before_the_run(finished):
 
     finished.configure(change)
     done = finished.snakemake("runs")
-    assert (done.status, done.jobs) == (0, {"write_blend": 1, "prepare": 2, "run": 1, "convert": 1}), done.output
+    assert (done.status, done.jobs) == (
+        0, {"write_blend": 1, "write_run_settings": 1, "prepare": 2, "run": 1, "convert": 1},
+    ), done.output  # fmt: skip
     run = _options(_of(finished.calls(), "shardwright train run")[-1])
     folders = {name: finished.data(name) for name in ("both", "held", "other", "stdlib")}
     given = run["--data"], run["--valid-data"]
@@ -45,7 +47,9 @@ def test_random_samples_need_no_data_and_images_and_captions_are_read(finished):
 
     finished.configure(change)
     done = finished.snakemake("runs", "-n", "--printshellcmds")
-    assert done.jobs == {"prepare_images": 1, "prepare_pairs": 1, "run": 3, "convert": 1}, done.output
+    assert done.jobs == {
+        "prepare_images": 1, "prepare_pairs": 1, "write_run_settings": 3, "run": 3, "convert": 1,
+    }, done.output  # fmt: skip
     assert "--data random " in done.output and "--copy-from" not in done.output
     options = "--text /photos --source images --image-size 224 --workers 1"
     assert f"prepare {options} --out results/data/{finished.data('photos')}" in done.output

@@ -7,7 +7,10 @@ import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
-from slurm_jobs import know_heterogeneous_jobs
+from snakemake_executor_plugin_slurm import Executor as SlurmExecutor
+from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
+
+from snakemake_executor_plugin_shardwright import Executor, ExecutorSettings
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,15 +55,43 @@ def test_jobs_on_all_nodes_of_a_mixed_cluster_are_started_on_each_component_in_r
     )  # fmt: skip
 
 
-def test_the_state_of_a_heterogeneous_job_is_found_by_its_number():
-    async def query_job_status(command, _logger):
-        return command and {"7+0": "RUNNING", "7+1": "PENDING", "8": "FAILED", "9_10": "COMPLETED"}, 0.1
+def _submitted(number, extra=""):
+    return SubmittedJobInfo(SimpleNamespace(resources={"slurm_extra": extra}), external_jobid=number)
 
-    plugin = SimpleNamespace(query_job_status=query_job_status)
-    know_heterogeneous_jobs(plugin)
-    states, _ = asyncio.run(plugin.query_job_status("squeue", None))
-    assert states == {"7": "RUNNING", "7+1": "PENDING", "8": "FAILED", "9_10": "COMPLETED"}
-    assert asyncio.run(plugin.query_job_status(None, None)) == (None, 0.1)
+
+def test_the_end_of_a_heterogeneous_job_is_found_by_the_name_of_its_first_component(monkeypatch):
+    """The plugin for Slurm, of which squeue says that 7+0 and 8 have ended, and that 9 runs."""
+    ended, looked_for = {"7+0", "8"}, []
+
+    async def check_active_jobs(_executor, jobs):
+        looked_for.append([job.external_jobid for job in jobs])
+        for job in jobs:
+            if job.external_jobid not in ended:
+                yield job
+
+    monkeypatch.setattr(SlurmExecutor, "check_active_jobs", check_active_jobs)
+    executor = Executor.__new__(Executor)
+    jobs = [_submitted("7", "--exclusive : -n1"), _submitted("8"), _submitted("9"), _submitted("11", "-n1 : -n1")]
+
+    async def left():
+        return [job async for job in executor.check_active_jobs(jobs)]
+
+    assert asyncio.run(left()) == [jobs[2], jobs[3]]
+    assert looked_for == [["7", "8", "9", "11"], ["7+0", "11+0"]]
+    jobs = jobs[1:3]
+    assert asyncio.run(left()) == [jobs[1]] and len(looked_for) == 3
+
+
+def test_jobs_are_looked_at_every_half_minute_at_least():
+    """The plugin for Slurm waits for ten seconds more after each look at which no job has ended."""
+    executor = Executor.__new__(Executor)
+    executor.workflow = SimpleNamespace(executor_settings=ExecutorSettings(status_command="squeue"))
+    seen = []
+    executor.next_seconds_between_status_checks = 3
+    for _ in range(8):
+        seen.append(executor.next_seconds_between_status_checks)
+        executor.next_seconds_between_status_checks = min(executor.next_seconds_between_status_checks + 10, 180)
+    assert seen == [3, 13, 23, 30, 30, 30, 30, 30]
 
 
 def test_one_machine_stands_for_all_nodes_where_the_configuration_says_so(finished):

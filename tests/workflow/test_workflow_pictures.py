@@ -1,6 +1,7 @@
 """The pictures of a report: every layer, byte and event is there, once and as long as it is."""
 
 from itertools import pairwise
+from math import dist
 from xml.etree import ElementTree
 
 import msgspec
@@ -101,6 +102,25 @@ def test_layers_of_unlike_sharing_and_width_have_unlike_colours_and_recomputatio
     ]
     assert len({strategy_colour(kind) for kind in kinds}) == len(kinds)
     assert strategy_colour(msgspec.structs.replace(layer, recompute=Recompute.FULL)) == strategy_colour(layer)
+
+
+def _lab(colour):
+    """CIE L*a*b* (D65) of an sRGB colour."""
+    red, green, blue = (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (red, green, blue)]
+    rows = (0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505)
+    xyz = [sum(a * b for a, b in zip(row, linear, strict=True)) for row in rows]
+    scaled = [v / w for v, w in zip(xyz, (0.9505, 1.0, 1.089), strict=True)]
+    x, y, z = (v ** (1 / 3) if v > 0.008856 else 7.787 * v + 16 / 116 for v in scaled)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+@pytest.mark.parametrize("kind", DataParallel)
+def test_tensor_parallel_sizes_that_are_neighbours_have_colours_that_are_told_apart(kind):
+    """A difference of 2.3 in CIE L*a*b* can just be seen; 8 is seen at a glance."""
+    layer = msgspec.structs.replace(a_plan().layers[4], data_parallel=kind, dp_size=2)
+    colours = [_lab(strategy_colour(msgspec.structs.replace(layer, tp_size=size))) for size in (1, 2, 4, 8)]
+    assert all(dist(*pair) > 8 for pair in pairwise(colours))
 
 
 @pytest.mark.parametrize("draw", [lambda plan: draw_plan(plan), lambda plan: draw_memory(an_estimate(plan, 0.2), MIB)])

@@ -33,15 +33,15 @@ def results(tmp_path):
 
 
 def _cells(page, number):
-    """The cells of one of the tables, row by row."""
-    body = page.split("<tbody>")[number + 1].partition("</tbody>")[0]
+    """The cells of one of the tables below the overview, row by row."""
+    body = page.partition("<h2>Details</h2>")[2].split("<tbody>")[number + 1].partition("</tbody>")[0]
     return [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr.*?</tr>", body)]
 
 
 def test_the_page_stands_alone_and_is_well_formed(results):
     page = report.page([read_search(results, "roomy")], [read_run(results, "demo")])
     assert not re.search(r"""src\s*=|href\s*=(?!"#)|@import|url\((?!#)|<script""", page)
-    assert page.count("<svg") == page.count("</svg>") == 5
+    assert page.count("<svg") == page.count("</svg>") == 10
     opened = []
 
     class Balance(HTMLParser):
@@ -95,6 +95,15 @@ def test_a_machine_that_has_changed_is_told_and_ratios_are_also_at_equal_speed(r
     assert f"<strong>The {told}" in page and told in summary([search], [])
 
 
+def test_the_page_begins_with_what_was_predicted_beside_what_was_measured(results):
+    write_sample_results(results, search="tight", budget_mib=50)
+    page = report.page([read_search(results, name) for name in ("roomy", "tight")], [])
+    (overview,) = page.partition("<h2>Details</h2>")[0].split("<tbody>")[1:]
+    rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr.*?</tr>", overview)]
+    assert [row[0] for row in rows] == ["roomy", "tight"] and len(rows[0]) == 9
+    assert rows[0][2:] == ["200 ms", "210 ms", "1.05", "1.02", "57 MiB", "60 MiB", "1.05"]
+
+
 def test_what_was_learned_is_shown_with_its_evidence(results):
     page = report.page([read_search(results, "roomy")], [])
     assert _cells(page, 2) == [
@@ -129,7 +138,10 @@ def test_the_table_of_contents_leads_to_every_part(results):
 def test_no_picture_and_no_table_is_wider_than_the_page(results):
     """Pictures scale by their viewBox, tables scroll in a box of their own, so that 420 pixels are enough."""
     page = report.page([read_search(results, "roomy")], [read_run(results, "demo")])
-    assert page.count("<svg") == len(re.findall(r'<label class="wide"><input [^>]*/><svg [^>]*viewBox=[^>]*>', page))
+    wide = re.findall(r'<label class="wide"><input [^>]*/><svg [^>]*viewBox="0 0 (\d+) [^>]*>', page)
+    narrow = re.findall(r'<div class="narrow"><svg [^>]*viewBox="0 0 (\d+) [^>]*>', page)
+    assert {*wide} == {"1020"} and {*narrow} == {"376"}
+    assert page.count("<svg") == len(wide) + len(narrow) == 2 * len(wide)
     assert page.count("<table>") == page.count('<div class="wide"><table>') > 0
     css = page.partition("<style>")[2].partition("</style>")[0]
     scaled = "label.wide > svg, label.wide > img { display: block; width: 100%; max-width: 100%; height: auto; }"

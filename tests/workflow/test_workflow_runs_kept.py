@@ -75,7 +75,7 @@ def trained(_finished_folder, workspace_in, tmp_path_factory):
         server.listen()
         threading.Thread(target=_serve, args=(server,), daemon=True).start()
         workspace.configure(_small)
-        done = workspace.snakemake("train_demo")
+        done = workspace.snakemake("results/runs/demo.done")
         assert done.status == 0, done.output
         yield workspace
         server.shutdown(socket.SHUT_RDWR)
@@ -112,7 +112,7 @@ def test_an_edit_leaves_the_run_as_it_was_and_undone_finds_it_done(trained, path
     files = _files(trained, before)
     assert len([path for path in files if path.name == "checkpoint.json"]) == 2
     trained.configure(_changed(path, said))
-    done = trained.snakemake("train_demo")
+    done = trained.snakemake("results/runs/demo.done")
     assert done.status == 0, done.output
     after = trained.run("demo")
     config = yaml.safe_load((trained.folder / "config.yaml").read_text())["runs"]["demo"]
@@ -121,7 +121,7 @@ def test_an_edit_leaves_the_run_as_it_was_and_undone_finds_it_done(trained, path
     assert (after == before) == (path == "runs.demo.checkpoint_every")
     assert _files(trained, before) == files
     trained.configure(_small)
-    undone = trained.snakemake("train_demo", "-n")
+    undone = trained.snakemake("results/runs/demo.done", "-n")
     assert undone.jobs == ({"run": 1} if after == before else {}), undone.output
 
 

@@ -161,18 +161,7 @@ def test_every_rule_is_asked_for_of_a_hostile_configuration(hostile):
     _, called, _ = hostile
     rules = {name for path in RULES for name in re.findall(r"^rule (\w+):", path.read_text(), re.M)}
     rules |= set(re.findall(r"^use rule \w+ as (\w+) with:", "".join(path.read_text() for path in RULES), re.M))
-    documents = (
-        "cluster",
-        "unpriced_cluster",
-        "model_config",
-        "profile_settings",
-        "search",
-        "grid_cells",
-        "grid_cluster",
-        "grid_published_times",
-    )
-    rules |= {f"write_{kind}" for kind in (*documents, "grid_front")}
-    assert rules - called.jobs.keys() == {"plans", "profiles", "runs"}
+    assert rules - called.jobs.keys() == {"plans", "profiles", "runs", "train", "write_blend"}
 
 
 def test_no_text_of_a_configuration_runs_as_a_command(hostile):

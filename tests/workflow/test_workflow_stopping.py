@@ -137,7 +137,7 @@ def test_where_slurm_takes_the_job_a_damaged_plan_is_one_line_and_the_job_is_sig
     plan = finished.folder / "results/plans/roomy.json"
     plan.write_text("{")
     cores = ("--executor", "slurm", "--jobs", "1", "--slurm-init-seconds-before-status-checks", "1")
-    called = finished.snakemake("train_demo", cores=cores)
+    called = finished.snakemake("results/runs/demo.done", cores=cores)
     assert called.status == 1
     (warning,) = [line for line in called.output.splitlines() if "roomy.json: " in line]
     assert warning.startswith("warning: results/plans/roomy.json: not valid JSON")

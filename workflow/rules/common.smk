@@ -15,36 +15,53 @@ CONFIG_FILE = os.path.relpath(FILES[-1]) if FILES else "config/config.yaml"
 # What Snakemake puts before the inputs, outputs and logs of a module.
 PREFIX = workflow.modifier.path_modifier.prefix or ""
 
+
+# Jobs are planned with the product: it is where Snakemake is installed, or comes into its process with `--sdm conda`.
+conda: "../envs/plan.yaml"
+
+
 sys.path.insert(0, str(ROOT / "workflow"))
-from configuration import any_of, load_workflow, spelled_options, upgrade_versions  # noqa: E402
-from configuration_files import check_configurations  # noqa: E402
-from expert_loads import load_options, load_sha256, runs_of  # noqa: E402
-from result_folders import data_by_folder, files_of_run, identity_of_run, runs_by_folder  # noqa: E402
-from slurm_jobs import RUN_MIN, job_minutes, job_resources, know_heterogeneous_jobs, signal_lead_s  # noqa: E402
-from shardwright.io import one_line_errors  # noqa: E402
+from reading import RUN_MIN, UNREAD, any_of  # noqa: E402
+from strict_yaml import check_configurations  # noqa: E402
 
 if not (workflow.overwrite_configfiles or IS_GIVEN):
-    with one_line_errors():
-        check_configurations([Path(CONFIG_FILE)])
+    check_configurations([Path(CONFIG_FILE)])
 
     configfile: CONFIG_FILE
 
 
-with one_line_errors():
-    CONFIG = load_workflow(config, CONFIG_FILE, ROOT)
+# Where rules are only linted, which Snakemake does without a look at its environment, there are no jobs: Snakemake alone is
+# needed, and no sense is made of the configuration.
+if not workflow.check_envvars:
+    CONFIG, REFERENCE, RUNS, DATA, GRIDS = UNREAD, UNREAD, {}, {}, {}
+else:
+    sys.path += [str(folder) for folder in (ROOT / "core/src", *sorted(ROOT.glob("stages/*/src")))]
+    try:
+        from configuration import load_workflow, spelled_options, upgrade_versions
+        from expert_loads import load_options, load_sha256, runs_of
+        from grids import read_grids
+        from reference import Reference
+        from result_folders import data_by_folder, files_of_run, identity_of_run, runs_by_folder
+        from shardwright.io import one_line_errors
+        from slurm_jobs import is_array, job_minutes, job_resources, signal_lead_s
+    except ModuleNotFoundError as error:
+        missing = f"error: {error.name}: is not installed where Snakemake is: make setup, and call .venv/bin/snakemake"
+        print(missing, file=sys.stderr)
+        sys.exit(2)
 
-# The names of runs and data by those of their folders, which are the wildcards.
-RUNS, DATA = runs_by_folder(CONFIG.settings), data_by_folder(CONFIG.settings)
-
-if "snakemake_executor_plugin_slurm" in sys.modules:
-    know_heterogeneous_jobs(sys.modules["snakemake_executor_plugin_slurm"])
+    with one_line_errors():
+        CONFIG = load_workflow(config, CONFIG_FILE, ROOT)
+        GRIDS = read_grids([ROOT / "config", Path(CONFIG_FILE).parent], CONFIG)
+    # The names of runs and data by those of their folders, which are the wildcards.
+    RUNS, DATA = runs_by_folder(CONFIG.settings), data_by_folder(CONFIG.settings)
+    REFERENCE = Reference(ROOT)
 
 
 report: "../report/workflow.rst"
 
 
 # Of --sdm apptainer; none is published, so that a site names its own.
-container: CONFIG.settings.container
+container: config.get("container")
 
 
 # Where rules find on_nodes.sh and resume.sh: in no rule's own text, so that a clone that is moved reruns nothing.
@@ -75,6 +92,12 @@ def placed(text):
     return re.sub(r"(?<![^\s'])results/", f"{PREFIX}results/", str(text))
 
 
+def found(word, files):
+    """Return a word of a command; the folder of one of some files where a job finds it, with storage in a copy of its own."""
+    folders = (str(Path(file).parent) for file in files)
+    return next((folder for folder in folders if Path(folder).match(f"*/{word}")), placed(word))
+
+
 def all_cores(_wildcards):
     """Return the threads of a timed job: alone on this machine; on a cluster it has its nodes to itself anyway."""
     # workflow.cores refuses to answer where no --cores was given, as with Slurm and in dry runs.
@@ -103,8 +126,12 @@ def on_cluster(cluster_of, runtime_min):
 
 def nodes_options(cluster_of):
     """Return a function to the options on nodes of a command that starts ranks on all of a cluster."""
-    clusters = CONFIG.settings.clusters
-    return lambda wildcards: ["--all-nodes-here"] if clusters[cluster_of(wildcards)].all_nodes_here else []
+
+    def options(wildcards):
+        cluster = CONFIG.settings.clusters[cluster_of(wildcards)]
+        return ["--all-nodes-here"] if cluster.all_nodes_here else []
+
+    return options
 
 
 def settings_of_run(wildcards):
@@ -124,7 +151,12 @@ def cluster_of_search(wildcards):
 
 
 def group_of_search(wildcards):
-    """Return the group of jobs of a search; None for one that waits for another search to be measured or trained with."""
+    """Return the group of jobs of a search; None for one that waits for another search to be measured or trained with.
+
+    None as well where Slurm is asked for an array of searches, of which a group is no part.
+    """
+    if is_array("search", workflow.executor_settings):
+        return None
     waits_for = CONFIG.corrections_of(wildcards.search) + runs_of(
         CONFIG.settings, CONFIG.settings.searches[wildcards.search].imbalance
     )
@@ -141,7 +173,7 @@ def slurm_extra_of_run(wildcards, input):
     Its time follows from the plan, which is read only where Slurm takes the job: elsewhere a damaged one stops nothing.
     """
     components, run = CONFIG.components(cluster_of_run(wildcards)), settings_of_run(wildcards)
-    if workflow.executor_plugin is None or workflow.executor_plugin.name != "slurm":
+    if workflow.executor_plugin is None or workflow.executor_plugin.name not in ("shardwright", "slurm"):
         return job_resources(components, RUN_MIN, profile_resources())["slurm_extra"]
     checkpoints = Path(placed(f"results/checkpoints/{wildcards.run}"))
     parent = next((Path(placed(path)) for path in CONFIG.parents_of(RUNS[wildcards.run])), None)

@@ -1,27 +1,147 @@
 # The small files that are written from the configuration and its grids, for the stages to read.
 # Each of these is written again only when its own part of the configuration changes.
-for kind, path, text_of in (
-    ("cluster", "clusters/{name}", lambda w: CONFIG.cluster_json(w.name)),
-    ("unpriced_cluster", "clusters/unpriced/{name}", lambda w: CONFIG.cluster_json(w.name, priced=False)),
-    ("model_config", "models/{name}/config", lambda w: CONFIG.model_config_json(w.name)),
-    ("profile_settings", "settings/{name}", lambda w: CONFIG.profile_json(w.name)),
-    ("search", "searches/{name}", lambda w: CONFIG.search_json(w.name)),
-    ("blend", "data/{data}/blend", lambda w: CONFIG.blend_json(DATA[w.data])),
-    ("grid_cells", "grids/{grid}/asked/{model}@{cluster}", lambda w: GRIDS[w.grid].cells_json(w.model, w.cluster)),
-    ("grid_cluster", "grids/{grid}/clusters/{cluster}", lambda w: GRIDS[w.grid].cluster_json(w.cluster)),
-    ("grid_published_times", "grids/{grid}/published_times", lambda w: GRIDS[w.grid].published_times_json),
-    ("grid_front", "grids/{grid}/fronts/{front}.search", lambda w: GRIDS[w.grid].front_json(w.front)),
-):
+rule write_cluster:
+    output:
+        "results/clusters/{name}.json",
+    log:
+        "results/logs/clusters/{name}.log",
+    localrule: True
+    conda:
+        "../envs/plan.yaml"
+    params:
+        text=lambda wildcards: CONFIG.cluster_json(wildcards.name),
+    shell:
+        "printf '%s\\n' {params.text:q} > {output:q} 2> {log:q}"
 
-    rule:
-        name:
-            f"write_{kind}"
-        output:
-            f"results/{path}.json",
-        log:
-            f"results/logs/{path}.log",
-        localrule: True
-        params:
-            text=text_of,
-        shell:
-            "printf '%s\\n' {params.text:q} > {output:q} 2> {log:q}"
+
+use rule write_cluster as write_unpriced_cluster with:
+    output:
+        "results/clusters/unpriced/{name}.json",
+    log:
+        "results/logs/clusters/unpriced/{name}.log",
+    localrule: True
+    params:
+        text=lambda wildcards: CONFIG.cluster_json(wildcards.name, priced=False),
+
+
+use rule write_cluster as write_model_config with:
+    output:
+        "results/models/{name}/config.json",
+    log:
+        "results/logs/models/{name}/config.log",
+    localrule: True
+    params:
+        text=lambda wildcards: CONFIG.model_config_json(wildcards.name),
+
+
+use rule write_cluster as write_profile_settings with:
+    output:
+        "results/settings/{name}.json",
+    log:
+        "results/logs/settings/{name}.log",
+    localrule: True
+    params:
+        text=lambda wildcards: CONFIG.profile_json(wildcards.name),
+
+
+use rule write_cluster as write_search with:
+    output:
+        "results/searches/{name}.json",
+    log:
+        "results/logs/searches/{name}.log",
+    localrule: True
+    params:
+        text=lambda wildcards: CONFIG.search_json(wildcards.name),
+
+
+use rule write_cluster as write_blend with:
+    output:
+        "results/data/{data}/blend.json",
+    log:
+        "results/logs/data/{data}/blend.log",
+    localrule: True
+    params:
+        text=lambda wildcards: CONFIG.blend_json(DATA[wildcards.data]),
+
+
+use rule write_cluster as write_run_settings with:
+    output:
+        "results/runs/{run}/settings.json",
+    log:
+        "results/logs/runs/{run}/settings.log",
+    localrule: True
+    params:
+        text=lambda wildcards: json.dumps(identity_of_run(CONFIG.settings, RUNS[wildcards.run])),
+
+
+use rule write_cluster as write_grid_cells with:
+    output:
+        "results/grids/{grid}/asked/{model}@{cluster}.json",
+    log:
+        "results/logs/grids/{grid}/asked/{model}@{cluster}.log",
+    localrule: True
+    params:
+        text=lambda wildcards: GRIDS[wildcards.grid].cells_json(wildcards.model, wildcards.cluster),
+
+
+use rule write_cluster as write_grid_cluster with:
+    output:
+        "results/grids/{grid}/clusters/{cluster}.json",
+    log:
+        "results/logs/grids/{grid}/clusters/{cluster}.log",
+    localrule: True
+    params:
+        text=lambda wildcards: GRIDS[wildcards.grid].cluster_json(wildcards.cluster),
+
+
+use rule write_cluster as write_grid_published_times with:
+    output:
+        "results/grids/{grid}/published_times.json",
+    log:
+        "results/logs/grids/{grid}/published_times.log",
+    localrule: True
+    params:
+        text=lambda wildcards: GRIDS[wildcards.grid].published_times_json,
+
+
+use rule write_cluster as write_grid_front with:
+    output:
+        "results/grids/{grid}/fronts/{front}.search.json",
+    log:
+        "results/logs/grids/{grid}/fronts/{front}.search.log",
+    localrule: True
+    params:
+        text=lambda wildcards: GRIDS[wildcards.grid].front_json(wildcards.front),
+
+
+# The lines of a batch of commands.
+use rule write_cluster as write_grid_commands with:
+    output:
+        "results/grids/{grid}/commands/{model}@{cluster}.txt",
+    log:
+        "results/logs/grids/{grid}/commands/{model}@{cluster}.log",
+    localrule: True
+    params:
+        text=lambda wildcards: [
+            placed(line) for line in GRIDS[wildcards.grid].commands(wildcards.model, wildcards.cluster)
+        ],
+
+
+use rule write_cluster as write_reference_config with:
+    output:
+        "results/reference/models/{name}/config.json",
+    log:
+        "results/logs/reference/models/{name}.log",
+    localrule: True
+    params:
+        text=lambda wildcards: REFERENCE.config_json(wildcards.name),
+
+
+use rule write_cluster as write_reference_commands with:
+    output:
+        "results/reference/{batch}.txt",
+    log:
+        "results/logs/reference/{batch}.log",
+    localrule: True
+    params:
+        text=lambda wildcards: [placed(line) for line in REFERENCE.lines(wildcards.batch)],

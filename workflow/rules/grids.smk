@@ -1,12 +1,6 @@
 # Grids of searches, of config/grids: `snakemake --cores all results/grids/galvatron.md`, or `grids` for all of them.
-from grids import read_grids  # noqa: E402
-
-with one_line_errors():
-    GRIDS = read_grids([ROOT / "config", Path(CONFIG_FILE).parent], CONFIG)
-
-
 wildcard_constraints:
-    grid="|".join(GRIDS) or "(?!)",
+    grid=any_of(GRIDS),
     front="[^/]+",
 
 
@@ -22,27 +16,25 @@ rule grid_searches:
     input:
         unpack(lambda wildcards: GRIDS[wildcards.grid].waits_for(wildcards.model, wildcards.cluster)),
         cells="results/grids/{grid}/asked/{model}@{cluster}.json",
+        batch="results/grids/{grid}/commands/{model}@{cluster}.txt",
     output:
         answers="results/grids/{grid}/answers/{model}@{cluster}.json",
-        batch="results/grids/{grid}/commands/{model}@{cluster}.txt",
         plans=directory("results/grids/{grid}/plans/{model}@{cluster}"),
     log:
         "results/logs/grids/{grid}/{model}@{cluster}.log",
     benchmark:
         "results/benchmarks/grids/{grid}/{model}@{cluster}.tsv"
+    conda:
+        "../envs/plan.yaml"
     resources:
         mem_mb=4000,
         runtime=240,
     params:
-        lines=lambda wildcards: [
-            placed(line) for line in GRIDS[wildcards.grid].commands(wildcards.model, wildcards.cluster)
-        ],
         load_sha256=lambda wildcards: GRIDS[wildcards.grid].load_sha256(wildcards.model),
     message:
         "search the cells of {wildcards.model} on {wildcards.cluster}: progress and time left are in {log}"
     shell:
-        "mkdir -p {output.plans:q}; printf '%s\\n' {params.lines:q} > {output.batch:q};"
-        " shardwright batch {output.batch:q} > {log:q} 2>&1"
+        "mkdir -p {output.plans:q} && shardwright batch {input.batch:q} > {log:q} 2>&1"
 
 
 # The folder has plans beside the tables, which would be taken for points of the next front.
@@ -57,6 +49,8 @@ rule grid_front:
         "results/logs/grids/{grid}/fronts/{front}.log",
     benchmark:
         "results/benchmarks/grids/{grid}/fronts/{front}.tsv"
+    conda:
+        "../envs/plan.yaml"
     resources:
         mem_mb=4000,
         runtime=240,
@@ -69,35 +63,56 @@ rule grid_front:
     message:
         "search the front {wildcards.front}, step time against price: progress is in {log}"
     shell:
-        "rm -rf {params.folder:q}; shardwright-search {params.words:q} > {log:q} 2>&1"
+        "rm -rf {params.folder:q} && shardwright-search {params.words:q} > {log:q} 2>&1"
+
+
+rule grid_plans:
+    input:
+        answers="results/grids/{grid}/answers/{model}@{cluster}.json",
+        given="results/grids/{grid}/plans/{model}@{cluster}",
+        script=local(str(ROOT / "workflow/scripts/grid_tables.py")),
+    output:
+        plans="results/grids/{grid}/measured/{model}@{cluster}.plans.json",
+    log:
+        "results/logs/grids/{grid}/plans/{model}@{cluster}.log",
+    benchmark:
+        "results/benchmarks/grids/{grid}/plans/{model}@{cluster}.tsv"
+    conda:
+        "../envs/plan.yaml"
+    resources:
+        **LIGHT,
+    params:
+        kept=placed("results/cells"),
+    message:
+        "collect the plans of {wildcards.model} on {wildcards.cluster} that are to be measured"
+    shell:
+        "python {input.script:q} plans {input.answers:q} --folder {params.kept:q} --given {input.given:q}"
+        " --out {output.plans:q} 2> {log:q}"
 
 
 rule grid_measure:
     input:
-        answers="results/grids/{grid}/answers/{model}@{cluster}.json",
-        given="results/grids/{grid}/plans/{model}@{cluster}",
-        script=ROOT / "workflow/scripts/grid_tables.py",
+        plans="results/grids/{grid}/measured/{model}@{cluster}.plans.json",
     output:
         measurement="results/grids/{grid}/measured/{model}@{cluster}.json",
-        plans="results/grids/{grid}/measured/{model}@{cluster}.plans.json",
     log:
         "results/logs/grids/{grid}/measured/{model}@{cluster}.log",
     benchmark:
         "results/benchmarks/grids/{grid}/measured/{model}@{cluster}.tsv"
+    conda:
+        "../envs/train.yaml"
     threads: all_cores
     resources:
         **on_cluster(lambda wildcards: wildcards.cluster, 240),
     params:
         nodes=nodes_options(lambda wildcards: wildcards.cluster),
-        kept=placed("results/cells"),
         measure=lambda wildcards: GRIDS[wildcards.grid].settings.measure,
     message:
         "measure the plans of {wildcards.model} on {wildcards.cluster}"
     shell:
-        "( python {input.script:q} plans {input.answers:q} --folder {params.kept:q} --given {input.given:q} --out {output.plans:q} &&"
-        " on_nodes.sh {resources.node_groups:q}"
-        " shardwright train measure {output.plans:q} {params.nodes:q} --steps {params.measure.steps:q}"
-        " --warmup-steps {params.measure.warmup_steps:q} --out {output.measurement:q} ) 2> {log:q}"
+        "on_nodes.sh {resources.node_groups:q}"
+        " shardwright train measure {input.plans:q} {params.nodes:q} --steps {params.measure.steps:q}"
+        " --warmup-steps {params.measure.warmup_steps:q} --out {output.measurement:q} 2> {log:q}"
 
 
 rule grid_table:
@@ -107,7 +122,7 @@ rule grid_table:
         measured=lambda wildcards: GRIDS[wildcards.grid].measurements,
         fronts=lambda wildcards: GRIDS[wildcards.grid].fronts,
         published_times="results/grids/{grid}/published_times.json",
-        script=ROOT / "workflow/scripts/grid_tables.py",
+        script=local(str(ROOT / "workflow/scripts/grid_tables.py")),
     output:
         report("results/grids/{grid}.csv", caption="../report/grid.rst", category="Grids"),
         page="results/grids/{grid}.md",
@@ -115,6 +130,8 @@ rule grid_table:
         "results/logs/grids/{grid}.log",
     benchmark:
         "results/benchmarks/grids/{grid}.tsv"
+    conda:
+        "../envs/plan.yaml"
     resources:
         **LIGHT,
     params:

@@ -22,6 +22,8 @@ rule describe:
         "results/benchmarks/describe/{described}.tsv"
     group:
         "describe"
+    conda:
+        "../envs/train.yaml"
     resources:
         mem_mb=4000,
     params:
@@ -43,6 +45,8 @@ rule hardware:
         "results/logs/hardware/{cluster}.log",
     benchmark:
         "results/benchmarks/hardware/{cluster}.tsv"
+    conda:
+        "../envs/train.yaml"
     threads: all_cores
     resources:
         **on_cluster(lambda wildcards: wildcards.cluster, runtime_min=60),
@@ -71,6 +75,8 @@ rule analytic_hardware:
     priority: 1  # seconds; what is measured may take minutes
     group:
         "analytic"
+    conda:
+        "../envs/plan.yaml"
     resources:
         **LIGHT,
     params:
@@ -99,6 +105,8 @@ rule analytic_profile:
     priority: 1  # seconds; what is measured may take minutes
     group:
         "analytic"
+    conda:
+        "../envs/plan.yaml"
     resources:
         **LIGHT,
     params:
@@ -125,6 +133,8 @@ rule probes:
         "results/benchmarks/probes/{model}@{node_type}.tsv"
     group:
         "probes"
+    conda:
+        "../envs/plan.yaml"
     resources:
         **LIGHT,
     params:
@@ -146,6 +156,8 @@ rule measure:
         "results/logs/measure/{model}@{node_type}.log",
     benchmark:
         "results/benchmarks/measure/{model}@{node_type}.tsv"
+    conda:
+        "../envs/train.yaml"
     threads: all_cores
     resources:
         **on_nodes(lambda wildcards: CONFIG.one_node(wildcards.node_type), runtime_min=60),
@@ -170,6 +182,8 @@ rule fit:
         "results/benchmarks/fit/{model}@{node_type}.tsv"
     group:
         "fit"
+    conda:
+        "../envs/plan.yaml"
     resources:
         **LIGHT,
     params:
@@ -190,6 +204,8 @@ rule picture:
     benchmark:
         "results/benchmarks/picture/{model}@{node_type}.tsv"
     localrule: True
+    conda:
+        "../envs/plan.yaml"
     resources:
         **LIGHT,
     message:

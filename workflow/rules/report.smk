@@ -1,7 +1,7 @@
 # One page that says what was planned, what was predicted and what came of it.
 rule report:
     input:
-        scripts=sorted((ROOT / "workflow/scripts").glob("*.py")),
+        scripts=[local(str(path)) for path in sorted((ROOT / "workflow/scripts").glob("*.py"))],
         plans=expand("results/plans/{search}.json", search=CONFIG.settings.searches),
         predictions=expand("results/plans/{search}.prediction.json", search=CONFIG.settings.searches),
         measurements=expand(
@@ -24,6 +24,8 @@ rule report:
         "results/logs/report.log",
     benchmark:
         "results/benchmarks/report.tsv"
+    conda:
+        "../envs/plan.yaml"
     resources:
         **LIGHT,
     params:
@@ -38,5 +40,5 @@ rule report:
     message:
         "write the report"
     shell:
-        "( python {params.script:q} page --results {params.results:q} {params.names:q} {params.profiles:q} {params.pictures:q} --out {output.page:q}"
-        " && python {params.script:q} summary --results {params.results:q} {params.names:q} > {output.summary:q} ) 2> {log:q}"
+        "python {params.script:q} page --results {params.results:q} {params.names:q} {params.profiles:q} {params.pictures:q}"
+        " --out {output.page:q} > {output.summary:q} 2> {log:q}"

@@ -24,6 +24,8 @@ rule search:
     priority: 1
     group:
         group_of_search
+    conda:
+        "../envs/plan.yaml"
     resources:
         mem_mb=4000,
         runtime=60,
@@ -45,7 +47,7 @@ rule search:
 
 rule grid:
     input:
-        script=ROOT / "workflow/scripts/show.py",
+        script=local(str(ROOT / "workflow/scripts/show.py")),
         plans=expand("results/plans/{search}.json", search=CONFIG.settings.searches),
         predictions=expand("results/plans/{search}.prediction.json", search=CONFIG.settings.searches),
     output:
@@ -54,6 +56,8 @@ rule grid:
         "results/logs/grid.log",
     benchmark:
         "results/benchmarks/grid.tsv"
+    conda:
+        "../envs/plan.yaml"
     resources:
         **LIGHT,
     params:

@@ -1,19 +1,19 @@
 # From plans to trained models, and the check of what was predicted.
 rule runs:
     input:
-        [files_of_run(CONFIG.settings, run) for run in CONFIG.settings.runs],
+        [files_of_run(CONFIG.settings, run) for run in RUNS.values()],
     localrule: True
 
 
-# Of one run by its name, whatever its folder is: `snakemake --cores all train_demo`.
-for run_name in CONFIG.settings.runs:
-
-    rule:
-        name:
-            f"train_{run_name}"
-        input:
-            files_of_run(CONFIG.settings, run_name),
-        localrule: True
+# Of one run by its name, whatever its folder is: `snakemake --cores all results/runs/demo.done`.
+rule train:
+    input:
+        lambda wildcards: files_of_run(CONFIG.settings, wildcards.run_name),
+    output:
+        touch("results/runs/{run_name}.done"),
+    wildcard_constraints:
+        run_name=any_of(CONFIG.settings.runs),
+    localrule: True
 
 
 rule prepare:
@@ -28,6 +28,8 @@ rule prepare:
         "results/benchmarks/prepare/{data}.tsv"
     wildcard_constraints:
         data=CONFIG.data_pattern("text"),
+    conda:
+        "../envs/train.yaml"
     threads: lambda wildcards: CONFIG.settings.data[DATA[wildcards.data]].workers or 1
     resources:
         mem_mb=4000,
@@ -79,6 +81,7 @@ rule run:
     input:
         plan=lambda wildcards: f"results/plans/{settings_of_run(wildcards).search}.json",
         data=lambda wildcards: CONFIG.data_files(RUNS[wildcards.run]),
+        settings="results/runs/{run}/settings.json",
         # It says how long a step may take, and is no reason to train again.
         prediction=lambda wildcards: ancient(f"results/plans/{settings_of_run(wildcards).search}.prediction.json"),
     output:
@@ -88,16 +91,17 @@ rule run:
         "results/logs/run/{run}.log",
     benchmark:
         "results/benchmarks/run/{run}.tsv"
+    conda:
+        "../envs/train.yaml"
     threads: all_cores
     resources:
         **(on_cluster(cluster_of_run, runtime_min=RUN_MIN) | {"slurm_extra": slurm_extra_of_run}),
     params:
         folder=lambda wildcards, output: Path(output.done).parent,
-        data=lambda wildcards: placed(CONFIG.data_folder(settings_of_run(wildcards).data)),
+        data=lambda wildcards, input: found(CONFIG.data_folder(settings_of_run(wildcards).data), input.data),
         checkpoints=lambda wildcards: placed(f"results/checkpoints/{wildcards.run}"),
         logs=lambda wildcards: placed(f"results/logs/ranks/{wildcards.run}"),
-        options=lambda wildcards: [placed(word) for word in CONFIG.run_options(RUNS[wildcards.run])],
-        settings=lambda wildcards: json.dumps(identity_of_run(CONFIG.settings, RUNS[wildcards.run])),
+        options=lambda wildcards, input: [found(word, input.data) for word in CONFIG.run_options(RUNS[wildcards.run])],
         nodes=nodes_options(cluster_of_run),
         replan=replan_options,
         outliving=outliving_options,
@@ -105,8 +109,7 @@ rule run:
     message:
         "train {wildcards.run}: {params.steps} steps"
     shell:
-        "printf '%s\\n' {params.settings:q} > {params.folder:q}/settings.json;"
-        " resume.sh 10 {params.folder:q}/STOPPED.json"
+        "resume.sh 10 {params.folder:q}/STOPPED.json"
         " on_nodes.sh {resources.node_groups:q} {params.outliving:q}"
         " shardwright train run {input.plan:q}"
         " --data {params.data:q} --checkpoints {params.checkpoints:q} --log-dir {params.logs:q} {params.options:q}"
@@ -123,6 +126,8 @@ rule convert:
         "results/logs/convert/{run}.log",
     benchmark:
         "results/benchmarks/convert/{run}.tsv"
+    conda:
+        "../envs/train.yaml"
     resources:
         mem_mb=16000,
         runtime=240,
@@ -145,6 +150,8 @@ rule validate:
         "results/logs/validate/{search}.log",
     benchmark:
         "results/benchmarks/validate/{search}.tsv"
+    conda:
+        "../envs/train.yaml"
     threads: all_cores
     resources:
         **on_cluster(cluster_of_search, runtime_min=60),
@@ -172,6 +179,8 @@ rule correct:
         "results/logs/correct/{search}.log",
     benchmark:
         "results/benchmarks/correct/{search}.tsv"
+    conda:
+        "../envs/plan.yaml"
     resources:
         **LIGHT,
     params:

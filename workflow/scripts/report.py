@@ -2,6 +2,7 @@
 
 import base64
 from collections.abc import Iterable, Sequence
+from functools import partial
 from html import escape
 from itertools import product
 from statistics import median
@@ -21,6 +22,7 @@ from results import (
 )
 from shardwright.display.html import (
     html_drawing,
+    html_drawings,
     html_figure,
     html_list,
     html_page,
@@ -29,11 +31,12 @@ from shardwright.display.html import (
     with_contents,
 )
 from shardwright.display.plan_picture import draw_memory, draw_plan
+from shardwright.display.plan_words import shape_words
 from shardwright.display.timeline import draw_timeline
 from shardwright.display.units import bytes_text, seconds_text, usd_text
 from shardwright.types import Correction
 from shardwright.types.model_profile import ModelProfile
-from summaries import answer, first_line, provenance
+from summaries import answer, first_sentences, provenance
 
 _COMPARED = (
     "step, predicted", "step, measured", "ratio", "ratio at equal speed", "memory, predicted", "memory, measured",
@@ -54,17 +57,30 @@ def page(
     pictures: Sequence[GivenPicture] = (),
 ) -> str:
     """The whole page."""
-    answers = [answer(search) + html_drawing(draw_plan(search.chosen.plan)) for search in searches]
-    answers[1:1] = ['<p class="soft">Pictures grow when they are clicked.</p>']
     sections = [
         *((f"Plan: {search.name}", _search_section(search)) for search in searches),
         *((f"Run: {run.name}", _run_section(run)) for run in runs),
         *((f"Picture: {given.name}", html_drawing(given.drawing)) for given in pictures),
         *((f"Profile: {profile.name}", _profile_section(profile)) for profile in profiles),
     ]
-    numbers = "All numbers of this page are in the file of its name that ends in .json, next to it."
-    body = with_contents(sections, numbers, before="".join(answers) + _losses(runs))
-    return html_page("Shardwright report", escape(first_line(searches, runs)), body)
+    words = "Its numbers are in the file of its name that ends in .json. On a wide page pictures grow when clicked."
+    sentences = '</p><p class="first">'.join(map(escape, first_sentences(searches, runs)))
+    first_page = _overview(searches) + _losses(runs) + "<h2>Details</h2>"
+    return html_page("Shardwright report", sentences, first_page + with_contents(sections, words))
+
+
+def _overview(searches: Sequence[SearchOutcome]) -> str:
+    """A table of what each chosen plan was predicted to take, beside what was measured."""
+    chosen = [(search.name, search.chosen) for search in searches]
+    rows = [
+        (
+            (name, shape_words(each.plan)),
+            _compared(each, each.estimate.memory_bytes, each.measured_time_s, each.measured_bytes),
+            False,
+        )
+        for name, each in chosen
+    ]
+    return html_table(("search", "plan"), _COMPARED, rows)
 
 
 def _losses(runs: Sequence[RunOutcome]) -> str:
@@ -93,12 +109,14 @@ def _search_section(search: SearchOutcome) -> str:
         tiles.append((usd_text(1000 * estimate.usd_per_step), "for a thousand steps"))
     return "".join(
         (
+            answer(search),
+            html_drawings(partial(draw_plan, search.chosen.plan)),
             f"<p class='soft'>{escape(facts)}</p>",
             f"<p>{escape(plan_text(plan))}</p>",
             "".join(f"<p><strong>{kind}</strong>{escape(words)}</p>" for kind, words in provenance(search).items()),
             html_tiles(tiles),
-            html_figure("Predicted memory of a rank, by pipeline stage", draw_memory(estimate, budget)),
-            html_figure(f"Simulated step ({escape(plan.schedule)})", draw_timeline(plan, estimate))
+            html_figure("Predicted memory of a rank, by pipeline stage", partial(draw_memory, estimate, budget)),
+            html_figure(f"Simulated step ({escape(plan.schedule)})", partial(draw_timeline, plan, estimate))
             if estimate.timeline
             else "",
             _measured(search),
@@ -123,8 +141,10 @@ def _run_section(run: RunOutcome) -> str:
         (
             f"<p class='soft'>{escape(facts)}</p>",
             f"<p>{escape(evaluation_text(run))}</p>" if evaluated else "",
-            html_figure(title, draw_loss(run)),
-            html_figure("Step time, measured and predicted" if predicted else "Step time", draw_step_times(run)),
+            html_figure(title, partial(draw_loss, run)),
+            html_figure(
+                "Step time, measured and predicted" if predicted else "Step time", partial(draw_step_times, run)
+            ),
         )
     )
 

@@ -37,7 +37,7 @@ class ResultsOptions(Options, frozen=True, kw_only=True):
 
 
 class PageOptions(ResultsOptions, frozen=True, kw_only=True):
-    """Write one HTML page that opens offline."""
+    """Write one HTML page that opens offline, and print the summary."""
 
     profile: tuple[str, ...] = ()
     """Names of profiles, MODEL@NODE_TYPE."""
@@ -64,12 +64,13 @@ class PictureOptions(Options, frozen=True, kw_only=True):
 
 
 def write_page(options: PageOptions) -> None:
-    """Write the report and its numbers."""
+    """Write the report and its numbers, and print the summary."""
     profiles = [read_profile(options.results, name) for name in options.profile]
     searches, runs = options.searches(), options.runs()
     pictures = [read_picture(path) for path in options.picture]
     write_bytes(options.out, page(searches, runs, profiles, pictures).encode())
     write_bytes(options.out.with_suffix(".json"), numbers(searches, runs, profiles))
+    show(summary(searches, runs))
 
 
 def print_summary(options: ResultsOptions) -> None:

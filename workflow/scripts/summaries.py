@@ -2,10 +2,11 @@
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from math import inf
-from typing import Any
+from statistics import median
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -25,6 +26,8 @@ from shardwright.display.units import bytes_text, seconds_text, usd_text
 from shardwright.types import Plan, Schedule
 from shardwright_search.explain.binding import step_parts
 
+Number = TypeVar("Number", int, float)
+
 _KINDS = ("analytic", "assumed", "absent")
 _COLUMNS = (
     "search", "model", "cluster", "ranks", "global_batch_size", "memory_budget_bytes", "pp_size", "num_microbatches",
@@ -39,36 +42,45 @@ def answer(search: SearchOutcome) -> str:
     return f'<div class="answer"><b>{escape(search.name)}</b><dl>{lines}</dl></div>'
 
 
-def first_line(searches: Sequence[SearchOutcome], runs: Sequence[RunOutcome]) -> str:
-    """The answer of the first search and the end of the first run, in words that need no knowledge of plans.
-
-    The run may have trained another model than the one that the first search is about, so that it says which.
-    """
-    sentences = [_in_short(search) for search in searches[:1]]
-    sentences += [_trained(run, searches) for run in runs[:1]]
-    return " ".join(sentences) or "Nothing was searched, and nothing was trained."
+def first_sentences(searches: Sequence[SearchOutcome], runs: Sequence[RunOutcome]) -> list[str]:
+    """A sentence for each search and each run, in words that need no knowledge of plans."""
+    sentences = [*map(_in_short, searches), *(_trained(run, searches) for run in runs)]
+    return sentences or ["Nothing was searched, and nothing was trained."]
 
 
 def _trained(run: RunOutcome, searches: Sequence[SearchOutcome]) -> str:
-    """What a run trained, for how long, and what became of its loss."""
+    """What a run trained, for how long, what became of its loss, and how long a step took."""
     result, plans = run.result, (each.plan for search in searches for each in search.comparisons)
     model = next((plan.model.name for plan in plans if plan.sha256 == result.plan_sha256), "a model")
-    losses = f"its loss went from {result.first_loss:.2f} to {result.final_loss:.2f}"
-    return f"The run {run.name} trained {model} for {result.steps} steps, and {losses}."
+    step = f"a step took {seconds_text(median(step.step_time_s for step in run.steps))}"
+    if result.predicted_step_time_s is not None:
+        step += f" ({seconds_text(result.predicted_step_time_s)} predicted)"
+    return (
+        f"The run {run.name} trained {model} for {result.steps} steps, and its loss went from "
+        f"{result.first_loss:.2f} to {result.final_loss:.2f}; {step}."
+    )
 
 
 def _in_short(search: SearchOutcome) -> str:
-    chosen = search.chosen
-    plan, measured_s = chosen.plan, chosen.measured_time_s
-    step_s = chosen.estimate.simulated_step_time_s if measured_s is None else measured_s
-    known = "as predicted, and not yet tried" if measured_s is None else "as measured"
-    budget, size = search.prediction.memory_budget_bytes, bytes_text(_held_bytes(chosen))
-    allowed = "" if budget is None else f" of the {bytes_text(budget)} that it may use"
+    chosen, budget = search.chosen, search.prediction.memory_budget_bytes
+    plan, allowed = chosen.plan, "" if budget is None else f" of the {bytes_text(budget)} that it may use"
     return (
-        f"The best known way to train {plan.model.name} on the {plan.world_size} devices of {plan.cluster.name} takes "
-        f"{seconds_text(step_s)} for each step of {plan.global_batch_size} samples, {known}; the fullest device needs "
-        f"{size}{allowed}."
+        f"{search.name}: the best known way to train {plan.model.name} on the {plan.world_size} devices of "
+        f"{plan.cluster.name} takes {_both(seconds_text, chosen.measured_time_s, _step_s(chosen))} for each step of "
+        f"{plan.global_batch_size} samples; the fullest device needs "
+        f"{_both(bytes_text, chosen.measured_bytes, chosen.estimate.memory_bytes)}{allowed}."
     )
+
+
+def _step_s(chosen: Comparison) -> float:
+    return chosen.estimate.simulated_step_time_s
+
+
+def _both(text: Callable[[Number], str], measured: Number | None, predicted: Number) -> str:
+    """What was measured, if it was, with what was predicted beside it."""
+    if measured is None:
+        return f"{text(predicted)} (predicted, not yet measured)"
+    return f"{text(measured)} ({text(predicted)} predicted)"
 
 
 def provenance(search: SearchOutcome) -> dict[str, str]:
@@ -111,12 +123,14 @@ def _time(chosen: Comparison) -> str:
     if measured_s is None:
         return f"{seconds_text(predicted_s)} a step, predicted: {chosen.estimate.samples_per_s:.3g} samples/s"
     samples_per_s = chosen.plan.global_batch_size / measured_s
-    return f"{seconds_text(measured_s)} a step, measured: {samples_per_s:.3g} samples/s"
+    both = f"{seconds_text(measured_s)} a step, measured, {seconds_text(predicted_s)} predicted"
+    return f"{both}: {samples_per_s:.3g} samples/s"
 
 
 def _memory(search: SearchOutcome, chosen: Comparison) -> str:
-    origin = "predicted" if chosen.measured_bytes is None else "measured"
-    words = f"{bytes_text(_held_bytes(chosen))} on the fullest device, {origin}"
+    words = f"{bytes_text(_held_bytes(chosen))} on the fullest device, "
+    predicted = chosen.estimate.memory_bytes
+    words += "predicted" if chosen.measured_bytes is None else f"measured, {bytes_text(predicted)} predicted"
     left, budget = fits_by(search, chosen), search.prediction.memory_budget_bytes
     if left is None or budget is None:
         return f"{words}; no budget was set"

@@ -1,10 +1,10 @@
 """Pages that open offline: their head and style, contents, tables, tiles, and pictures that grow when clicked."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from importlib.resources import files
 
-from shardwright.display.svg import STYLE
+from shardwright.display.svg import NARROW, STYLE, WIDTH
 
 Row = tuple[Sequence[str], Sequence[str], bool]
 """Words and numbers of a row, and whether the row is highlighted."""
@@ -39,9 +39,17 @@ def with_contents(sections: Iterable[tuple[str, str]], note: str = "", before: s
     return f'<nav aria-label="contents"><ol>{listed}</ol>{words}</nav>{before}{parts}'
 
 
-def html_figure(title: str, drawing: str) -> str:
+def html_figure(title: str, draw: Callable[[float], str]) -> str:
     """Return a picture below its title, which is HTML."""
-    return f"<h3>{title}</h3>{html_drawing(drawing)}"
+    return f"<h3>{title}</h3>{html_drawings(draw)}"
+
+
+def html_drawings(draw: Callable[[float], str]) -> str:
+    """Return a picture that is drawn for the width of the page, and once more for that of a telephone, which shows it.
+
+    So words in it are as large as they are on a wide page.
+    """
+    return f'<div class="broad">{html_drawing(draw(WIDTH))}</div><div class="narrow">{draw(NARROW)}</div>'
 
 
 def html_drawing(drawing: str) -> str:

@@ -19,7 +19,7 @@ _WORD = 30.0
 """Width in px that the words above a cell need."""
 # Recomputed layers are hatched, so that the colour is left for how they are sharded.
 _HATCH = (
-    '<pattern id="hatch" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<pattern id="NAME" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     '<rect width="2.6" height="7" fill="#fff" fill-opacity="0.5"/></pattern>'
 )
 
@@ -33,22 +33,24 @@ class _Cell(NamedTuple):
     columns: int = 1
 
 
-def draw_plan(plan: Plan, *, together: bool = False) -> str:
-    """Draw a plan as inline SVG; equal neighbouring layers of a stage are one bar if they are drawn `together`."""
+def draw_plan(plan: Plan, across: float = WIDTH, *, together: bool = False) -> str:
+    """Draw a plan as inline SVG, so many px wide; equal neighbouring layers of a stage may be one bar, `together`."""
     layers = [_Cell(str(i), layer, plan.stage_of(f"layers[{i}]")) for i, layer in enumerate(plan.layers)]
     head = _Cell(HEAD, plan.head, len(plan.stages) - 1)
     cells = [_Cell(EMBEDDING, plan.embedding, 0), *(_runs(layers) if together else layers), head]
-    width = (WIDTH - _LEFT) / (len(layers) + 2)
-    drawn = [_row_frame(plan, stage) for stage in range(len(plan.stages))]
+    width, hatch = (across - _LEFT) / (len(layers) + 2), "hatch" if across == WIDTH else "hatch-narrow"
+    drawn = [_row_frame(plan, stage, across) for stage in range(len(plan.stages))]
     starts = accumulate((cell.columns for cell in cells), initial=0)
     for column, cell in zip(starts, cells, strict=False):
-        drawn.append(_bar(_LEFT + column * width, 24 + cell.stage * (_ROW + _GAP), width * cell.columns, cell))
+        drawn.append(_bar(_LEFT + column * width, 24 + cell.stage * (_ROW + _GAP), width * cell.columns, cell, hatch))
     for column, name in enumerate((EMBEDDING, *map(str, range(len(layers))), HEAD)):
         if _is_labelled(column, len(layers) + 2, width):
             drawn.append(_label(_LEFT + column * width, width, name))
     top = 24 + len(plan.stages) * (_ROW + _GAP) + 14
-    marks, height = legend(_legend_entries(cells), _LEFT, top, WIDTH - _LEFT)
-    return picture("".join(drawn) + marks, WIDTH, top + height, f"the plan {plan.name}", _HATCH)
+    left = _LEFT if across == WIDTH else 0.0
+    marks, height = legend(_legend_entries(cells, hatch), left, top, across - left)
+    pattern = _HATCH.replace("NAME", hatch)
+    return picture("".join(drawn) + marks, across, top + height, f"the plan {plan.name}", pattern)
 
 
 def _runs(layers: Sequence[_Cell]) -> Iterator[_Cell]:
@@ -58,17 +60,17 @@ def _runs(layers: Sequence[_Cell]) -> Iterator[_Cell]:
         yield first._replace(name=name, columns=len(rest) + 1)
 
 
-def _row_frame(plan: Plan, stage: int) -> str:
+def _row_frame(plan: Plan, stage: int, across: float) -> str:
     y = 24 + stage * (_ROW + _GAP)
     ranks = plan.stages[stage].ranks
     node_types = dict.fromkeys(plan.cluster.node_type_of_rank[rank] for rank in ranks)
     several = f"ranks {ranks[0]}–{ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
-    frame = element("rect", x=_LEFT, y=y, width=WIDTH - _LEFT, height=_ROW, fill=FAINT, rx=4)
+    frame = element("rect", x=_LEFT, y=y, width=across - _LEFT, height=_ROW, fill=FAINT, rx=4)
     name = text(0, y + 19, f"stage {stage}", look="strong")
     return frame + name + text(0, y + 36, f"{several} · {'/'.join(node_types)}"[:24], look="soft small")
 
 
-def _bar(x: float, y: float, width: float, cell: _Cell) -> str:
+def _bar(x: float, y: float, width: float, cell: _Cell, hatch: str) -> str:
     name, strategy, _, columns = cell
     inset = 1.5 if width > 10 else 0.4
     layers = "layers" if columns > 1 else "layer"
@@ -77,7 +79,7 @@ def _bar(x: float, y: float, width: float, cell: _Cell) -> str:
     drawn = bar(left, top, wide, high, title, fill=strategy_colour(strategy), rx=3)
     if _is_recomputed(strategy):
         place = {"x": left, "y": top, "width": wide, "height": high}
-        drawn += element("rect", **place, fill="url(#hatch)", rx=3, pointer_events="none")
+        drawn += element("rect", **place, fill=f"url(#{hatch})", rx=3, pointer_events="none")
     if name in (EMBEDDING, HEAD):
         edge = x + width if name == EMBEDDING else x
         drawn += line(edge, y + 3, edge, y + _ROW - 3, stroke=PAPER, stroke_width=4)
@@ -92,12 +94,12 @@ def _label(x: float, width: float, name: str) -> str:
     return text(x + width / 2, 16, words, text_anchor="middle", look="soft small")
 
 
-def _legend_entries(cells: Sequence[_Cell]) -> list[tuple[str, str]]:
+def _legend_entries(cells: Sequence[_Cell], hatch: str) -> list[tuple[str, str]]:
     entries: dict[str, str] = {}
     for _, strategy, _, _ in cells:
         mark = element("rect", width=13, height=13, rx=3, fill=strategy_colour(strategy))
         if _is_recomputed(strategy):
-            mark += element("rect", width=13, height=13, rx=3, fill="url(#hatch)")
+            mark += element("rect", width=13, height=13, rx=3, fill=f"url(#{hatch})")
         entries.setdefault(strategy_words(strategy), mark)
     return [(mark, word) for word, mark in entries.items()]
 
@@ -112,7 +114,7 @@ def _is_recomputed(strategy: Strategy) -> bool:
     return isinstance(strategy, LayerStrategy) and strategy.recompute is not Recompute.NONE
 
 
-def draw_memory(estimate: Estimate, budget_bytes: int | None) -> str:
+def draw_memory(estimate: Estimate, budget_bytes: int | None, across: float = WIDTH) -> str:
     """Draw each pipeline stage's peak memory, stacked by term, against the budget."""
     left, right, top, height, gap = 76.0, 84.0, 22.0, 28.0, 10.0
     terms = [term for stage in estimate.stages for term, size in stage.memory_terms_bytes.items() if size]
@@ -120,7 +122,7 @@ def draw_memory(estimate: Estimate, budget_bytes: int | None) -> str:
     peak = max(*(sum(stage.memory_terms_bytes.values()) for stage in estimate.stages), estimate.memory_bytes)
     # A budget far above what is needed is said in words: drawn to scale it would leave no picture.
     budget_shown = budget_bytes if budget_bytes is not None and budget_bytes <= 2.5 * peak else 0
-    axis = bytes_axis(max(peak, budget_shown) * 1.02, left, WIDTH - right)
+    axis = bytes_axis(max(peak, budget_shown) * 1.02, left, across - right, 5 if across == WIDTH else 3)
     bottom = top + len(estimate.stages) * (height + gap)
     drawn = []
     for value, words in axis.tick_labels:
@@ -143,12 +145,12 @@ def draw_memory(estimate: Estimate, budget_bytes: int | None) -> str:
         drawn.append(text(x, 10, f"budget {bytes_text(budget_shown)}", text_anchor="end", look="small"))
     elif budget_bytes:
         words = f"budget {bytes_text(budget_bytes)}, off the scale"
-        drawn.append(text(WIDTH - 2, 10, words, text_anchor="end", look="soft small"))
+        drawn.append(text(across - 2, 10, words, text_anchor="end", look="soft small"))
     entries = [
         (element("rect", width=13, height=13, rx=3, fill=term_colour(term)), _words(term)) for term in drawn_terms
     ]
-    named, legend_height = legend(entries, left, bottom + 34, WIDTH - left)
-    return picture("".join(drawn) + named, WIDTH, bottom + 34 + legend_height, "memory by pipeline stage")
+    named, legend_height = legend(entries, left, bottom + 34, across - left)
+    return picture("".join(drawn) + named, across, bottom + 34 + legend_height, "memory by pipeline stage")
 
 
 def _words(name: str) -> str:

@@ -7,6 +7,8 @@ from math import ceil, floor, log10
 
 WIDTH = 1020.0
 """Width of a picture, in px: the width of the report's page."""
+NARROW = 376.0
+"""Width of a picture on a page that is 420 px wide, with a bar to scroll, in px."""
 
 # Mid-tones of Okabe & Ito's colours that any reader can tell apart, on white as on black.
 PALETTE = ("#3a86c8", "#e08a1e", "#2a9d76", "#c45a9c", "#8a7bd0", "#c9b01f", "#58b3d6", "#d0583a")

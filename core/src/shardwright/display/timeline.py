@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby
+from textwrap import wrap
 from typing import NamedTuple
 
 from shardwright.display.colours import chunk_colour, term_colour
@@ -12,6 +13,8 @@ PASSES, GRADIENTS, FORTH, BACK = "passes", "gradients", "send_forward", "send_ba
 """Kinds of lanes."""
 _LEFT, _RIGHT, _TOP, _GAP = 92.0, 84.0, 56.0, 2.0
 _HEIGHTS = {PASSES: 26.0, GRADIENTS: 10.0, FORTH: 10.0, BACK: 10.0}
+_CHARACTER, _LINE = 6.0, 15.0
+"""Width of a character of the heading, generous, and height of its lines, in px."""
 _PER_MS = 1e3
 _KINDS = ("forward", "backward", "gradient_sync", "optimizer", "send_forward", "send_backward")
 """Kinds of events in the order of the legend."""
@@ -24,14 +27,15 @@ class Lane(NamedTuple):
     kind: str
 
 
-def draw_timeline(plan: Plan, estimate: Estimate) -> str:
+def draw_timeline(plan: Plan, estimate: Estimate, across: float = WIDTH) -> str:
     """Draw every event of the simulated step in its stage's lane, and the share of time that each stage idles."""
     events = estimate.timeline
     end_s = max((event.end_s for event in events), default=0.0) or 1.0
-    scale = (WIDTH - _LEFT - _RIGHT) / end_s
+    scale = (across - _LEFT - _RIGHT) / end_s
     lanes, chunks = by_lane(events), len(plan.stages[0].layers)
-    rows, bottom = _rows(set(lanes), len(plan.stages))
-    drawn = [*_heading(plan, estimate), *_axis(end_s, scale, bottom)]
+    heading, top = _heading(plan, estimate, across)
+    rows, bottom = _rows(set(lanes), len(plan.stages), top)
+    drawn = [heading, *_axis(end_s, scale, top, bottom, across)]
     for lane, y in rows.items():
         height, big = _HEIGHTS[lane.kind], lane.kind == PASSES
         drawn.append(element("rect", x=_LEFT, y=y, width=end_s * scale, height=height, fill=FAINT))
@@ -39,18 +43,18 @@ def draw_timeline(plan: Plan, estimate: Estimate) -> str:
         drawn.append(text(0, y + height / 2 + (5 if big else 4), label, look=look))
         if big:
             share = idle_s(events, lane.stage, end_s) / end_s
-            drawn.append(text(WIDTH, y + height / 2 + 5, f"idle {share:.1%}", text_anchor="end"))
+            drawn.append(text(across, y + height / 2 + 5, f"idle {share:.1%}", text_anchor="end"))
         drawn.extend(_event(event, y, height, scale, chunks) for event in lanes[lane])
     legend_marks, height = legend(
-        list(_legend_entries({event.kind for event in events}, chunks)), _LEFT, bottom + 32, WIDTH
+        list(_legend_entries({event.kind for event in events}, chunks)), _LEFT, bottom + 32, across - _LEFT
     )
     label = f"timeline of a simulated step of {plan.name}"
-    return picture("".join(drawn) + legend_marks, WIDTH, bottom + 32 + height, label)
+    return picture("".join(drawn) + legend_marks, across, bottom + 32 + height, label)
 
 
-def _rows(lanes: set[Lane], num_stages: int) -> tuple[dict[Lane, float], float]:
+def _rows(lanes: set[Lane], num_stages: int, top: float) -> tuple[dict[Lane, float], float]:
     """Return the top of each lane with events, and the bottom of all: a stage, its reductions, the link to the next."""
-    tops, y = {}, _TOP
+    tops, y = {}, top
     for stage in range(num_stages):
         following = Lane((stage + 1) % num_stages, BACK)
         for lane in (Lane(stage, PASSES), Lane(stage, GRADIENTS), Lane(stage, FORTH), following):
@@ -61,7 +65,8 @@ def _rows(lanes: set[Lane], num_stages: int) -> tuple[dict[Lane, float], float]:
     return tops, y
 
 
-def _heading(plan: Plan, estimate: Estimate) -> Iterator[str]:
+def _heading(plan: Plan, estimate: Estimate, across: float) -> tuple[str, float]:
+    """Return the plan's name and times above the lanes, in as many lines as they need, and where the lanes begin."""
     times = [
         f"{name} {time_s * _PER_MS:.3f} ms"
         for name, time_s in (
@@ -71,16 +76,17 @@ def _heading(plan: Plan, estimate: Estimate) -> Iterator[str]:
         )
     ]
     counts = f"{plan.schedule}, pipeline stages: {len(plan.stages)}, microbatches: {plan.num_microbatches}"
-    yield text(0, 20, plan.name, look="strong")
-    yield text(0, 38, ", ".join([counts, *times]), look="soft small")
+    lines = wrap(", ".join([counts, *times]), int(across / _CHARACTER))
+    drawn = [text(0, 38 + _LINE * row, words, look="soft small") for row, words in enumerate(lines)]
+    return text(0, 20, plan.name, look="strong") + "".join(drawn), _TOP + _LINE * (len(lines) - 1)
 
 
-def _axis(end_s: float, scale: float, bottom: float) -> Iterator[str]:
-    for mark_ms in ticks(end_s * _PER_MS, 8):
+def _axis(end_s: float, scale: float, top: float, bottom: float, across: float) -> Iterator[str]:
+    for mark_ms in ticks(end_s * _PER_MS, 8 if across == WIDTH else 3):
         x = _LEFT + mark_ms / _PER_MS * scale
-        yield line(x, _TOP - 6, x, bottom)
+        yield line(x, top - 6, x, bottom)
         yield text(x, bottom + 15, f"{mark_ms:g}", look="soft small", text_anchor="middle")
-    yield text(WIDTH - _RIGHT + 20, bottom + 15, "ms", look="soft small")
+    yield text(across - _RIGHT + 20, bottom + 15, "ms", look="soft small")
 
 
 def _event(event: TimelineEvent, y: float, height: float, scale: float, chunks: int) -> str:

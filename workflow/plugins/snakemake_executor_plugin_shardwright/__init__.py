@@ -1,0 +1,59 @@
+"""`snakemake --executor shardwright`: Snakemake's plugin for Slurm, also for jobs on nodes of several types.
+
+It is that plugin, by its public interface, and so are its options, under another prefix (`--shardwright-qos`).
+
+- squeue calls the first component of a heterogeneous job 7 `7+0`, and the job ends with it: that is asked for, too.
+- The time between two looks at the jobs stays below a bound, where the plugin's grows to three minutes.
+"""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+
+from snakemake_executor_plugin_slurm import Executor as SlurmExecutor
+from snakemake_executor_plugin_slurm import ExecutorSettings as SlurmSettings
+from snakemake_executor_plugin_slurm import common_settings
+from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
+
+__all__ = ["Executor", "ExecutorSettings", "common_settings"]
+
+
+@dataclass
+class ExecutorSettings(SlurmSettings):  # type: ignore[misc]
+    """The settings of the plugin for Slurm, and the bound."""
+
+    max_seconds_between_status_checks: int = field(
+        default=30,
+        metadata={"help": "The most seconds between two looks at the jobs.", "env_var": False, "required": False},
+    )
+
+
+class Executor(SlurmExecutor):  # type: ignore[misc]
+    """Submits jobs to Slurm and waits for them."""
+
+    @property
+    def next_seconds_between_status_checks(self) -> float:
+        """Seconds until the next look at the jobs."""
+        most = self.workflow.executor_settings.max_seconds_between_status_checks
+        return float(min(SlurmExecutor.next_seconds_between_status_checks.fget(self), most))
+
+    @next_seconds_between_status_checks.setter
+    def next_seconds_between_status_checks(self, value: float) -> None:
+        SlurmExecutor.next_seconds_between_status_checks.fset(self, value)
+
+    async def check_active_jobs(self, active_jobs: list[SubmittedJobInfo]) -> AsyncIterator[SubmittedJobInfo]:
+        """Report the jobs that have ended, and yield the others."""
+        unknown = dict[str, SubmittedJobInfo]()
+        async for job in super().check_active_jobs(active_jobs):
+            if is_heterogeneous(job):
+                unknown[f"{job.external_jobid}+0"] = job
+            else:
+                yield job
+        named = [replace(job, external_jobid=name) for name, job in unknown.items()]
+        if named:
+            async for job in super().check_active_jobs(named):
+                yield unknown[job.external_jobid]
+
+
+def is_heterogeneous(job: SubmittedJobInfo) -> bool:
+    """Whether a job has several components: the options of the others follow a colon."""
+    return " : " in str(job.job.resources.get("slurm_extra", ""))
