@@ -31,7 +31,7 @@ if not (workflow.overwrite_configfiles or IS_GIVEN):
 
 
 with one_line_errors():
-    CONFIG = load_workflow(config, CONFIG_FILE, ROOT)
+    CONFIG = load_workflow(config, CONFIG_FILE)
 
 # The names of runs and data by those of their folders, which are the wildcards.
 RUNS, DATA = runs_by_folder(CONFIG.settings), data_by_folder(CONFIG.settings)

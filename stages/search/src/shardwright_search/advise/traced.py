@@ -8,12 +8,11 @@ from tempfile import TemporaryDirectory
 from shardwright.command import CommandLine
 from shardwright.io import BadInput, read_document
 from shardwright.models.alike import is_known
-from shardwright.models.description import USUAL_TOKENS
+from shardwright.models.description import stated_length
 from shardwright.models.traits import Config
 from shardwright.types import Model
 
 _GROUP, _STAGE = "shardwright.commands", "train"
-_LONGEST = "max_position_embeddings"
 _NEEDED = ("torch", "transformers")
 
 
@@ -27,9 +26,7 @@ def traced_model(file: Path, config: Config, name: str, sequence_length: int | N
     """Return what `train describe` says of a config.json; raises BadInput as that does, and for a missing length."""
     if file.name != "config.json":
         raise BadInput(file, "has a model_type without facts, of which a trace reads a folder", "name it config.json")
-    longest = config.get(_LONGEST)
-    if sequence_length is None and isinstance(longest, int):
-        sequence_length = min(USUAL_TOKENS, longest)
+    sequence_length = sequence_length or stated_length(config)
     if sequence_length is None:
         raise BadInput("--seq", f"{file} does not say how long samples are", "give it, in tokens")
     (stage,) = entry_points(group=_GROUP, name=_STAGE)
