@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 from shardwright.command import CommandLine
 from shardwright.io import BadInput, read_document
-from shardwright.models.alike import is_known
+from shardwright.models.alike import has_images, is_known
 from shardwright.models.description import stated_length
 from shardwright.models.traits import Config
 from shardwright.types import Model
@@ -19,7 +19,8 @@ _NEEDED = ("torch", "transformers")
 def is_traced(config: Config) -> bool:
     """Return whether nothing is known of the model_type of a config.json, and what can trace it is installed."""
     installed = entry_points(group=_GROUP, name=_STAGE) and all(map(find_spec, _NEEDED))
-    return isinstance(config.get("model_type"), str) and not is_known(config) and bool(installed)
+    unknown = isinstance(config.get("model_type"), str) and not is_known(config)
+    return unknown and not has_images(config) and bool(installed)
 
 
 def traced_model(file: Path, config: Config, name: str, sequence_length: int | None) -> Model:

@@ -9,7 +9,7 @@ from shardwright.command import show
 from shardwright.display.wrapping import line_width
 from shardwright.io import BadInput, read_document, read_object, write_document
 from shardwright.models.adapter_config import read_adapter
-from shardwright.models.alike import read_config, without_format
+from shardwright.models.alike import has_images, read_config, without_format
 from shardwright.models.config_keys import without_notes
 from shardwright.models.description import USUAL_TOKENS, stated_length
 from shardwright.models.frozen import FrozenPart, freeze
@@ -150,7 +150,7 @@ def describe_folder(
     # One line says what is wrong. Importing transformers sets its level, so this comes after.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
-        if taken_as is None and is_traced(given):
+        if taken_as is None and is_traced(given) and not has_images(given):
             config, notes = without_format(given)
             length = sequence_length or stated_length(config)
             if length is None:
