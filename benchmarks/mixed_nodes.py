@@ -18,11 +18,11 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import msgspec
-import yaml
 from accuracy_parts.commands import run, write_json_document
 
 from shardwright.io import read_document, write_document
 from shardwright.io.versions import versions_text
+from shardwright.models.registry import read_presets
 from shardwright.types import Measurement, Plan, Plans
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.cost_model.profiles import read_profiles
@@ -106,8 +106,7 @@ def said(found: dict[str, Any]) -> str:
 
 def _profiled(work: Path, slower: int) -> Files:
     """Measure links and layers on both node types; what lies in `work` already is taken as it is."""
-    preset = yaml.safe_load((ROOT / "config" / "models" / "llama-2m.yaml").read_text(encoding="utf-8"))
-    write_json_document(work / "model" / "config.json", None, **preset["config"])
+    write_json_document(work / "model" / "config.json", None, **read_presets()["llama-2m"].config)
     types = {
         name: {"device": device, "devices_per_node": 1, "memory_bytes": 2 << 30}
         for name, device in (("fast", "cpu"), ("slow", f"cpu/{slower}"))

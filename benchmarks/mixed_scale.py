@@ -19,13 +19,13 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-import yaml
 from accuracy_parts.commands import run, write_json_document
 from msgspec.structs import replace
 from peers import sailor_inputs
 from search_scale import PRECISION, SETTINGS, median_of
 
 from shardwright.io import BadInput, one_line_errors, read_document, write_document
+from shardwright.models.registry import read_presets
 from shardwright.types import Cluster
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,7 +58,7 @@ def main() -> None:
         "--out", type=Path, default=ROOT / "benchmarks/results/mixed-scale.json", help="file of figures"
     )
     asked = parser.parse_args()
-    llama = yaml.safe_load((ROOT / "config/models/llama-7b.yaml").read_text(encoding="utf-8"))["config"]
+    llama = read_presets()["llama-7b"].config
     rows = {}
     print("| case | CPU s | MiB | found |\n| --- | --- | --- | --- |")
     for name, command, prepare in (

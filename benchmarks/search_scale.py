@@ -18,7 +18,6 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-import yaml
 from accuracy_parts.commands import run
 from peers.cases import CASES as PUBLISHED
 from search import files_of, request_of
@@ -58,7 +57,7 @@ CASES = {
         "search": {"global_batch_size": 512, "memory_gib": 80},
     },
     "gpt 175b on 1,024 devices, 4 batch sizes": {
-        "preset": "gpt2-6.7b",
+        "preset": "gpt-3-6.7b",
         "config": {"n_embd": 12288, "n_head": 96, "n_layer": 96, "n_positions": 2048, "vocab_size": 51200},
         "nodes": 128,
         "search": {"global_batch_size": {"min": 512, "max": 2048, "step": 512}, "memory_gib": 80},
@@ -202,10 +201,9 @@ def median_of(command: list[str], folder: Path, repeats: int, clear: Callable[[]
 
 def prepared(folder: Path, case: dict) -> list[str]:
     """Describe the model and estimate the profiles; the options of the search."""
-    published, own = read_presets().get(case["preset"]), ROOT / f"config/models/{case['preset']}.yaml"
-    config = published.config if published else yaml.safe_load(own.read_text(encoding="utf-8"))["config"]
+    config = read_presets()[case["preset"]].config
     (folder / "config").mkdir(parents=True, exist_ok=True)
-    (folder / "config/config.json").write_text(json.dumps(config | case["config"]), encoding="utf-8")
+    (folder / "config/config.json").write_text(json.dumps({**config, **case["config"]}), encoding="utf-8")
     node = NODE | {"device": case.get("driver", NODE["device"])}
     cluster = {"name": "large", "nodes": [{"node_type": "a", "count": case["nodes"]}], "node_types": {"a": node}}
     settings = SETTINGS | {"recompute": case.get("recompute", SETTINGS["recompute"])}

@@ -15,7 +15,7 @@ from typing import Any
 from configuration_checks import Section, check_data, check_model_keys, check_references, converted, read_preset, typed
 from configuration_files import check_texts
 from configuration_normal import normal
-from configuration_types import RANDOM, Configuration, ModelChoice, Profile, Run, Search, Source
+from configuration_types import RANDOM, Configuration, Data, ModelChoice, Profile, Run, Search, Source
 from expert_loads import check_load
 from reading import RUN_MIN, any_of
 from result_folders import folder_of_data
@@ -26,6 +26,7 @@ from shardwright.io.versions import PRODUCT, versions_text
 from shardwright.types import GIB, Cluster
 from shardwright_search.space.request import SearchRequest
 from shardwright_train.data.corpora import Source as Corpus
+from shardwright_train.data.split import LossOn
 from shardwright_train.options import RunOptions
 from slurm_jobs import Component, components_of, job_minutes, job_resources
 
@@ -35,12 +36,19 @@ _KINDS = {Corpus.IMAGES: "images", Corpus.CAPTIONS: "pairs", Corpus.SPEECH: "pai
 """The kind of data that a source yields, if it is not text."""
 _FILES = {
     "text": ("data.json", "tokens.bin"),
+    "completions": ("data.json", "tokens.bin", "targets.bin"),
     "images": ("images.npy", "labels.npy"),
     "pairs": ("tokens.npy", "samples.npy"),
 }
 """Files of each kind of data that a run waits for."""
 _PATHS = {"text", "tokenizer", "weights", "adapter", "resume_from"}
 """Keys whose value may be the path of a file or folder of the user."""
+
+
+def _kind(data: Data) -> str:
+    """The kind of files that an entry of `data` becomes."""
+    marked = data.loss_on is LossOn.COMPLETIONS
+    return _KINDS.get(data.source, "completions" if marked else "text")
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,7 @@ class Workflow:
     sections: Section
     """Sections of the configuration in their one spelling, without defaults."""
     presets: Mapping[str, Section]
-    """The presets in use, by name."""
+    """What each model is before it is changed: its `config` and `sequence_length`."""
     folder: Path
     """Folder of the configuration, in which relative paths are looked for if the working folder lacks them."""
 
@@ -75,12 +83,12 @@ class Workflow:
         """The Hugging Face configuration of a model: its preset's, with the configuration's overrides."""
         model = self.sections["models"][name]
         overrides = {key: value for key, value in model.items() if key not in ModelChoice.__struct_fields__}
-        return _canonical({**self.presets[model["preset"]]["config"], **overrides})
+        return _canonical({**self.presets[name]["config"], **overrides})
 
     def sequence_length(self, model: str) -> int:
         """The number of tokens of one sample."""
         settings = self.settings.models[model]
-        return int(settings.sequence_length or self.presets[settings.preset]["sequence_length"])
+        return int(settings.sequence_length or self.presets[model]["sequence_length"])
 
     def profile_of(self, model: str) -> Profile:
         """The profile settings of a model."""
@@ -191,8 +199,7 @@ class Workflow:
             if parts not in ((), (name,)):
                 files.append(f"{self.data_folder(name)}/blend.json")
             for part in parts:
-                kind = _KINDS.get(self.settings.data[part].source, "text")
-                files += [f"{self.data_folder(part)}/{end}" for end in _FILES[kind]]
+                files += [f"{self.data_folder(part)}/{end}" for end in _FILES[_kind(self.settings.data[part])]]
         return list(dict.fromkeys(files))
 
     def vocabulary_size(self, run: Run) -> int:
@@ -215,9 +222,9 @@ class Workflow:
         return document_text(BlendedData, {"datasets": datasets})
 
     def data_pattern(self, kind: str) -> str:
-        """A regular expression of the folders of data that become `text`, `images` or `pairs`, the kind."""
+        """A regular expression of the folders of data that become files of a kind: `text`, `completions`, `images`."""
         unblended = ((name, data) for name, data in self.settings.data.items() if data.blend is None)
-        names = (name for name, data in unblended if _KINDS.get(data.source, "text") == kind)
+        names = (name for name, data in unblended if _kind(data) == kind)
         return any_of(folder_of_data(self.settings, name) for name in names)
 
     def measured_searches(self) -> tuple[str, ...]:
@@ -258,17 +265,17 @@ class Workflow:
         }
 
 
-def load_workflow(config: Section, file: str, root: Path) -> Workflow:
+def load_workflow(config: Section, file: str) -> Workflow:
     """A completely checked configuration: its shape, references between names, presets and their keys.
 
-    `root` is the repository's folder. Raises BadInput.
+    Raises BadInput.
     """
     check_texts(config, file)
     settings = typed(config, file)
     check_references(settings, file)
-    presets = {model.preset: read_preset(model.preset, name, file, root) for name, model in settings.models.items()}
+    presets = {name: read_preset(name, model, file) for name, model in settings.models.items()}
     for name, model in config["models"].items():
-        check_model_keys(name, model, presets[model["preset"]]["config"], file)
+        check_model_keys(name, model, presets[name]["config"], file)
     sections = normal(config, settings)
     settings = typed(sections, file)
     workflow = Workflow(settings, sections, presets, Path(file).parent)

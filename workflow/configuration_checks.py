@@ -11,11 +11,12 @@ from typing import Any, NoReturn, TypeVar, get_args
 
 import msgspec
 
-from configuration_files import read_yaml
-from configuration_types import DECIDED, RANDOM, Configuration, ModelChoice, Name, Search, Validate, components
-from shardwright.io import BadInput, removed_key, without_ignored
+from configuration_types import DECIDED, RANDOM, Configuration, ModelChoice, Name, Run, Search, Validate, components
+from shardwright.io import BadInput, read_object, removed_key, without_ignored
+from shardwright.models.description import stated_length
 from shardwright.models.registry import read_presets
 from shardwright_train.data.corpora import Source
+from shardwright_train.data.split import LossOn
 
 Section = Mapping[str, Any]
 _NO_TEXT = (Source.IMAGES, Source.CAPTIONS, Source.SPEECH)
@@ -156,8 +157,18 @@ def check_data(settings: Configuration, config: Section, file: str) -> None:
     for name, run in settings.runs.items():
         if run.valid_data == RANDOM:
             raise BadInput(file, f"runs.{name}.valid_data: random samples are not for evaluation", "choose other data")
+        if run.loss_on is LossOn.COMPLETIONS:
+            _check_completions(name, run, settings, file)
         if run.export == "best" and not run.keep_best:
             raise BadInput(file, f"runs.{name}.export: there is no best checkpoint", "set keep_best: true, too")
+
+
+def _check_completions(name: str, run: Run, settings: Configuration, file: str) -> None:
+    for entry in filter(None, (run.data, run.valid_data)):
+        for part in () if entry == RANDOM else settings.data[entry].blend or (entry,):
+            if settings.data[part].loss_on is not LossOn.COMPLETIONS:
+                problem = f"runs.{name}.loss_on: data.{part} does not mark completions"
+                raise BadInput(file, problem, f"set loss_on: completions of data.{part}, too")
 
 
 def _check_blend(name: str, blend: Mapping[str, float], settings: Configuration, keys: Set[str], file: str) -> None:
@@ -170,18 +181,29 @@ def _check_blend(name: str, blend: Mapping[str, float], settings: Configuration,
             raise BadInput(file, f"data.{name}.blend: {part} is not a text", "blend entries that have a text")
 
 
-def read_preset(preset: str, model: str, file: str, root: Path) -> Section:
-    """The preset of a model, a file or a published model; raises BadInput if it is missing or malformed."""
-    path, published = root / "config" / "models" / f"{preset}.yaml", read_presets()
-    if not path.is_file():
-        if preset in published:
-            return {"sequence_length": published[preset].sequence_length, "config": published[preset].config}
-        known = sorted({*published, *(each.stem for each in path.parent.glob("*.yaml"))})
-        raise BadInput(file, f"models.{model}.preset: there is no config/models/{preset}.yaml", _hint(preset, known))
-    content = read_yaml(path)
-    if set(content) != {"sequence_length", "config"} or "model_type" not in content["config"]:
-        raise BadInput(path, "a preset needs sequence_length, and config with model_type", "see its neighbours")
-    return content
+def read_preset(model: str, choice: ModelChoice, file: str) -> Section:
+    """The `sequence_length` and the `config` of a model's preset or config.json; raises BadInput if it has none."""
+    if choice.config is not None:
+        path = _beside(Path(choice.config), Path(file).parent)
+        path = path / "config.json" if path.is_dir() else path
+        config, length = read_object(path), choice.sequence_length
+        if not isinstance(config.get("model_type"), str):
+            raise BadInput(path, "has no model_type", "give the config.json of a model")
+        if (length := length or stated_length(config)) is None:
+            problem = f"models.{model}.sequence_length: {path} does not say how long samples are"
+            raise BadInput(file, problem, "set it, in tokens")
+        return {"sequence_length": length, "config": config}
+    published = read_presets()
+    if choice.preset not in published:
+        problem = f"models.{model}.preset: {choice.preset!r} is not a preset"
+        raise BadInput(file, problem, _hint(str(choice.preset), sorted(published)))
+    preset = published[choice.preset]
+    return {"sequence_length": preset.sequence_length, "config": preset.config}
+
+
+def _beside(path: Path, folder: Path) -> Path:
+    """A path; if the working folder lacks it, the one next to the configuration."""
+    return path if path.exists() or not (folder / path).exists() else folder / path
 
 
 def check_model_keys(name: str, model: Section, preset: Section, file: str) -> None:

@@ -152,8 +152,10 @@ class ClusterNodes(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class ModelChoice(Value, frozen=True, kw_only=True, forbid_unknown_fields=False):
     """A model: the keys of its Hugging Face configuration may stand next to these."""
 
-    preset: Name
-    """Name of a file of config/models/."""
+    preset: Name | None = None
+    """Name of a published model, as `shardwright models` lists them."""
+    config: Text | None = None
+    """A config.json, or its folder, instead of a preset."""
     profile: Name
     sequence_length: Count | None = None
     """Tokens of one sample."""
@@ -161,6 +163,10 @@ class ModelChoice(Value, frozen=True, kw_only=True, forbid_unknown_fields=False)
     """Parts that are not trained, as `describe --frozen` takes them."""
     lora: Text | None = None
     """An adapter_config.json of peft, or its folder: only its low-rank matrices are trained."""
+
+    def __post_init__(self) -> None:
+        if (self.preset is None) == (self.config is None):
+            raise ValueError("a model needs either preset or config")
 
 
 class Estimate(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -9,6 +9,7 @@ from typing import Any
 
 from configuration import command_line
 from configuration_files import read_yaml
+from shardwright.models.registry import read_presets
 
 _FOLDER = "results/reference"
 _SDIST = f"{_FOLDER}/hetu-galvatron"
@@ -83,8 +84,7 @@ class Reference:
         ]
 
     def _config(self, model: Mapping[str, Any]) -> str:
-        preset = read_yaml(self._root / "config" / "models" / f"{model['preset']}.yaml")
-        return json.dumps({**preset["config"], **model.get("config", {})}, sort_keys=True)
+        return json.dumps({**read_presets()[model["preset"]].config, **model.get("config", {})}, sort_keys=True)
 
     def _hardware(self, name: str, tables: Mapping[str, Any]) -> str:
         folder = f"{_SDIST}/galvatron/profile_hardware/hardware_configs"

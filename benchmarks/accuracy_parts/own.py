@@ -14,12 +14,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-import yaml
 from accuracy_parts.commands import run, write_json_document
 from accuracy_parts.draws import random_plan
 from accuracy_parts.figures import Compared, spearman
 
 from shardwright.io import BadInput, read_document, write_document
+from shardwright.models.registry import read_presets
 from shardwright.types import Cluster, Estimate, Measurement, Model, Plan, PlanMeasurement, Plans
 from shardwright.types.model_profile import read_model_profile
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
@@ -59,8 +59,7 @@ class Round(NamedTuple):
 
 def prepare(work: Path, root: Path, hardware: Path | None) -> Inputs:
     """Describe the demo's model and measure the links, if not given; what lies in `work` already is taken as it is."""
-    preset = yaml.safe_load((root / "config" / "models" / "llama-2m.yaml").read_text(encoding="utf-8"))
-    write_json_document(work / "model" / "config.json", None, **preset["config"])
+    write_json_document(work / "model" / "config.json", None, **read_presets()["llama-2m"].config)
     nodes = [{"node_type": "cpu", "count": 1}]
     found = Inputs(
         work / "model.json",

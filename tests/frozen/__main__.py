@@ -23,12 +23,13 @@ from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
 
-import yaml
 from canonical import Given, canonical, numbers, tables
 from cases import CHANGED, DESCRIBED, ROUNDS, Case
 from given import HERE as COMMITTED
 from given import write_given
 from searches import write_searches
+
+from shardwright.models.registry import read_presets
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -143,7 +144,7 @@ def describe(folder: Path) -> bool:
     """Describe a model of each family anew; whether every description is as committed."""
     same = True
     for name, (preset, length) in DESCRIBED.items():
-        config = yaml.safe_load((ROOT / f"config/models/{preset}.yaml").read_text())["config"] | CHANGED.get(name, {})
+        config = dict(read_presets()[preset].config) | CHANGED.get(name, {})
         home = folder / "described" / name
         home.mkdir(parents=True, exist_ok=True)
         (home / "config.json").write_text(json.dumps(config))

@@ -238,11 +238,16 @@ ROUNDS: tuple[list[Case], ...] = (HARDWARE, PROFILES, FITTED, SEARCHED, USES, LE
 DESCRIBED = {
     "llama-7b": ("llama-7b", 2048),
     "tiny": ("llama-2m", 128),
-    "gpt2-xl": ("gpt2-xl-fasop", 1024),
+    "gpt2-xl": ("gpt2-xl", 1024),
     "bert-large": ("bert-large", 512),
     "t5-3b": ("t5-3b", 512),
     "vit-huge": ("vit-huge", 197),
 }
-"""The committed descriptions: the preset of config/models and the sequence length of each."""
-CHANGED = {"bert-large": {"mask_token_id": 103}, "t5-3b": {"vocab_size": 30522}}
+"""The committed descriptions: the preset and the sequence length of each."""
+CHANGED = {
+    "gpt2-xl": {"n_head": 16, "tie_word_embeddings": True},
+    "bert-large": {"mask_token_id": 103, "tie_word_embeddings": True},
+    "t5-3b": {"vocab_size": 30522, "feed_forward_proj": "relu"},
+    "vit-huge": {"patch_size": 16},
+}
 """Keys that differ from the preset."""

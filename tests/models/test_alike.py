@@ -13,6 +13,7 @@ from shardwright.models.alike import nearest_family, priced_families, read_confi
 from shardwright.models.description import model_of_config
 from shardwright.models.registry import FAMILIES, read_presets
 from shardwright.types import Model
+from shardwright_search.cli import APP as SEARCH
 from shardwright_train.cli import APP as TRAIN
 
 DENSE = {
@@ -137,3 +138,20 @@ def test_weights_in_other_formats_change_no_shape(method: str) -> None:
     assert _model(config) == _model(DENSE | {"model_type": "llama"})
     (note,) = read_config(config, "f").notes
     assert note.startswith(f"weights are stored in {method}")
+
+
+@pytest.mark.parametrize("kind", ["gemma3n", "llama4", "mistral3", "glm4v", "qwen3_vl"])
+def test_images_beside_a_text_are_refused_in_one_line_with_the_way_to_price_the_text(kind: str, tmp_path: Path) -> None:
+    """Two of these are causal language models by transformers' own mapping, and cannot be traced as such."""
+    text = {key: value for key, value in DENSE.items() if key != "model_type"}
+    config = {"model_type": kind, "text_config": text, "vision_config": {"hidden_size": 32}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = ("describe", tmp_path, "--name", "m", "--sequence-length", 32, "--out", tmp_path / "m.json")
+    for app, command in ((TRAIN, asked), (SEARCH, ("advise", tmp_path, "--gpus", "1x8:H100-SXM"))):
+        refused = call(app, *command)
+        assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
+        assert (
+            f"model_type {kind!r} is none of the families known here, and has a vision_config: --as" in refused.stderr
+        )
+        assert "prices its text_config alone, approximately" in refused.stderr
+    assert _model(config, "llama") == _model(DENSE, "llama")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 from command_calls import call
 from forked_command import forked_command
 
@@ -17,6 +16,7 @@ from shardwright.estimate.messages import NETWORK_STEP_S, START_S
 from shardwright.estimate.notes import SEEN_ERROR, SEEN_LINK_ERROR, Process
 from shardwright.estimate.settings import ProfileSettings
 from shardwright.io import write_document
+from shardwright.models.registry import read_presets
 from shardwright.plan.sweep_plan import collective_kinds
 from shardwright.types import Cluster, NodeGroup, NodeType, Precision, Recompute, SequenceParallel
 from shardwright.types.hardware_profile import Collective, CollectiveKey, read_hardware_profile
@@ -37,10 +37,10 @@ def train(*arguments):
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """Llama 7B of config/models at two lengths, two nodes of A100, and settings with everything."""
+    """Llama 7B at two lengths, two nodes of A100, and settings with everything."""
     folder = tmp_path_factory.mktemp("analytic")
-    preset = yaml.safe_load((ROOT / "config/models/llama-7b.yaml").read_text())
-    (folder / "config.json").write_text(json.dumps(preset["config"] | {"num_hidden_layers": 4}))
+    config = read_presets()["llama-7b"].config
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
     for length in (1024, 2048):
         train("describe", folder, "--name", "llama", "--sequence-length", length, "--out", folder / f"{length}.json")
     write_document(folder / "cluster.json", a_cluster(2))

@@ -32,6 +32,7 @@ from tiny_models import (
     stock_logits,
 )
 from torch import Tensor, nn
+from transformers.loss.loss_utils import fixed_cross_entropy
 
 from shardwright.io import read_document
 from shardwright.plan.expert_load import expert_slices
@@ -48,6 +49,7 @@ from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.tensor import TensorParallel
 from shardwright_train.parallel.tied_weights import TiedParameters
+from shardwright_train.parallel.vocab import IGNORED
 from shardwright_train.parallel.world import World, joined_world
 from shardwright_train.pipeline import runner
 from shardwright_train.pipeline.runner import Step
@@ -84,7 +86,17 @@ def batches(plan: Plan) -> list[Batch]:
     if "packed" in plan.name:
         predicts_next = family_named(plan.model.family, "test").learns(plan.model).predicts_next
         found = [packed(batch, seed, predicts_next) for seed, batch in enumerate(found)]
+    if "completions" in plan.name:
+        found = [with_prompts(batch, seed) for seed, batch in enumerate(found)]
     return found
+
+
+def with_prompts(batch: Batch, seed: int) -> Batch:
+    """A batch of which each sample learns another share of its tokens, from none of the first to nearly all."""
+    labels = batch["labels"]
+    shares = (torch.arange(len(labels)) / len(labels))[:, None] ** 2
+    learned = torch.rand(labels.shape, generator=torch.Generator().manual_seed(seed)) < shares
+    return batch | {"labels": labels.masked_fill(~learned, IGNORED)}
 
 
 def packed(batch: Batch, seed: int, predicts_next: bool) -> Batch:
@@ -95,7 +107,7 @@ def packed(batch: Batch, seed: int, predicts_next: bool) -> Batch:
 
 
 class Reference:
-    """What the stock Hugging Face model gives with stock clipping and AdamW in one process: rank 0."""
+    """What the stock Hugging Face model and loss give with stock clipping and AdamW in one process: rank 0."""
 
     def __init__(self, plan: Plan) -> None:
         model = plan.model
@@ -132,7 +144,7 @@ class Reference:
             logits = stock_logits(stock, batch)
             if skew is not None:
                 check_skewed(stock, skew)
-            entropy = nn.functional.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten())
+            entropy = fixed_cross_entropy(logits.flatten(0, -2), batch["labels"].flatten())
             loss = entropy + auxiliary_of(stock) / plan.global_batch_size
             stock_adamw.zero_grad()
             loss.backward()
@@ -354,7 +366,7 @@ def main(plans_file: str, result_file: str, *mutations: str) -> None:
             torch.set_default_dtype(getattr(torch, plan.precision.parameters))
             key = f"{plan.model.architecture_sha256} {len(plan.layers)} {plan.model.tied} {plan.precision.parameters}"
             key += f" {plan.model.layers} {plan.global_batch_size} {settings_of(plan)} {'packed' in plan.name}"
-            key += f" {skew_of(plan)}"
+            key += f" {skew_of(plan)} {'completions' in plan.name}"
             if key not in references:
                 references[key] = made_by_first(world, Reference, plan)
             exact = _exact_losses(plan, world) if plan.precision.parameters == "float32" else ()

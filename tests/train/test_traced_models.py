@@ -87,6 +87,33 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.parametrize(
+    ("changed", "length"),
+    [
+        ({}, 64),
+        ({"max_position_embeddings": 8192}, 4096),
+        ({"model_type": "llama", "max_position_embeddings": 300}, 300),
+        ({"model_type": "llama", "max_position_embeddings": 8192}, 4096),
+        ({"model_type": "vit", "hidden_size": 64, "num_attention_heads": 4}, 197),
+    ],
+)
+def test_samples_are_as_long_as_advise_takes_them_unless_the_length_is_given(folder, capsys, changed, length):
+    shape = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
+    kept = {"model_type", "vocab_size"} if "model_type" in changed else STARCODER.keys()
+    config = {**{key: STARCODER[key] for key in kept}, **shape, **changed}
+    config = {key: value for key, value in config.items() if config["model_type"] != "vit" or key != "vocab_size"}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert describe_folder(folder, "m", None).sequence_length == length
+    assert f"config.json: tokens of a sample: {length}, at most 4096 and the model's" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["starcoder2", "t5"])
+def test_a_configuration_without_a_limit_needs_the_length(folder, kind):
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": 131}))
+    with pytest.raises(BadInput, match=r"--sequence-length: .*config\.json does not say how long samples are: give it"):
+        describe_folder(folder, "m", None)
+
+
 def test_a_type_without_facts_is_described_by_its_class(folder):
     model = describe_folder(folder, "starcoder", 32)
     with torch.device("meta"):

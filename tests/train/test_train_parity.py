@@ -89,7 +89,8 @@ def _first_on_two() -> list[Plan]:
     low_precision = [random_plan(tiny(family), 1, 2, dtype) for dtype in LOW_FIRST for family in LOW_FIRST[dtype]]
     grouped = _grouped_plans(2)
     grouped = [*grouped[:families:GROUPED_EVERY], *grouped[families:]]
-    return [*low_precision, *drawn, compiled, *grouped, *packed, *experts, *context, chunked_plan(), hollow_plan()]
+    others = [*experts, *context, *_completions_plans(), chunked_plan(), hollow_plan()]
+    return [*low_precision, *drawn, compiled, *grouped, *packed, *others]
 
 
 def _rest_on_two() -> list[Plan]:
@@ -115,6 +116,16 @@ def _packed_plans(world_size: int) -> list[Plan]:
     numbers = range(3) if world_size == 2 else range(3, 5)
     drawn = [random_plan(tiny(family), number, world_size) for number in numbers for family in PACKED]
     return [msgspec.structs.replace(plan, name=f"packed {plan.name}") for plan in drawn]
+
+
+def _completions_plans() -> list[Plan]:
+    """Plans whose ranks and micro-batches learn unequal numbers of tokens."""
+    drawn = [random_plan(tiny("llama"), number, 2) for number in range(24)]
+    several = [plan for plan in drawn if plan.num_microbatches > 1]
+    split = next(plan for plan in several if plan.head.dp_size == 2)
+    staged = next(plan for plan in several if len(plan.stages) == 2)
+    apart = [plan for plan in context_plans(2) if plan.name.startswith(("context 21:", "context 22:"))]
+    return [msgspec.structs.replace(plan, name=f"completions {plan.name}") for plan in (split, staged, *apart)]
 
 
 def _reduced_in_float32() -> Plan:
@@ -195,6 +206,12 @@ def test_parameters_that_decay_and_learn_otherwise_train_as_in_one_process(
 @pytest.mark.parametrize(("ranks", "count"), rest_long(1, zip(_MORE, _PACKED, strict=True)))
 def test_documents_of_one_sample_train_as_if_each_were_alone(compared: Callable[[str, int], None], count: int) -> None:
     compared("packed", count)
+
+
+def test_loss_on_completions_is_the_mean_over_all_of_the_global_batch(two_ranks: Errors) -> None:
+    """Ranks and micro-batches without any target, packed samples, context parallelism, a pipeline."""
+    assert any(layer.cp_size == 2 for plan in _completions_plans() for layer in plan.layers)
+    _all_exact(two_ranks, "completions", 4)
 
 
 _CONTEXT = (len(CONTEXT_FIRST), len(context_plans(4)), len(context_plans(2)) - len(CONTEXT_FIRST))

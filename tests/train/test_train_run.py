@@ -8,16 +8,19 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 from context_plans import with_context
 from forked_command import Command, forked_command
 from random_plans import random_plan
 from tiny_models import CONFIGS, SEQUENCE_LENGTH, tiny
 
-from shardwright.io import read_document, write_document
+from shardwright.io import read_document, sha256_of_file, write_document
 from shardwright.types import Plan, RunResult, StopNote
 from shardwright_train.checkpoints.folders import folder_of_run, latest_checkpoint
 from shardwright_train.data.prepare import prepare
+from shardwright_train.data.tokens import DataFolder
 from shardwright_train.models.base import family_named
 from shardwright_train.models.description import describe
 from shardwright_train.training.stopping import Grace
@@ -27,12 +30,18 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with data of a vocabulary that the tiny model has, which is smaller than any BPE's."""
+    """A folder with data of a vocabulary that the tiny model has, smaller than any BPE's; a part is learned."""
     folder = tmp_path_factory.mktemp("run")
     text = folder / "text"
     text.mkdir()
     (text / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
     prepare(str(text), "*.txt", 260, 1.0, folder / "data")
+    files = DataFolder(folder / "data")
+    described = files.read_description()
+    marks = np.random.default_rng(0).random(described.tokens) < 0.3
+    files.targets.write_bytes(marks.astype(np.uint8).tobytes())
+    marked = {"targets": int(marks.sum()), "targets_sha256": sha256_of_file(files.targets)}
+    write_document(files.description, msgspec.structs.replace(described, **marked))
     return folder
 
 
@@ -126,6 +135,9 @@ def test_a_checkpoint_of_other_settings_is_refused(work: Path, plan_file: Path, 
     status, _, err = finish(start(work, plan_file, "unbroken", "--seed", "1"))
     assert (status, err.count("\n")) == (2, 1)
     assert "another seed" in err
+    status, _, err = finish(start(work, plan_file, "unbroken", "--loss-on", "all"))
+    assert (status, err.count("\n")) == (2, 1)
+    assert "other data" in err
     assert (unbroken / "DONE.json").read_bytes() == before
 
 

@@ -206,32 +206,6 @@ def test_layers_that_predict_further_tokens_are_named_and_not_used(tmp_path: Pat
         open_weights(folder, model, family_named("deepseek_v3", "test"), allow_new=False)
 
 
-@pytest.mark.parametrize("said", [True, False])
-def test_experts_in_four_bits_are_refused_in_one_line_that_says_what_to_do(tmp_path: Path, said: bool) -> None:
-    model, folder = tiny("gpt_oss"), tmp_path / "model"
-    published(model, folder)
-    name = "model.layers.0.mlp.experts.down_proj"
-    quantized = {f"{name}_{end}": torch.zeros(8, 32, 4, dtype=torch.uint8) for end in ("blocks", "scales")}
-    change_tensors(folder, lambda tensors: tensors.update(quantized))
-    if said:
-        change_config(folder, quantization_config={"quant_method": "mxfp4"})
-    with pytest.raises(BadInput) as refused:
-        open_weights(folder, model, family_named("gpt_oss", "test"), allow_new=True)
-    words = f"holds {name}_blocks in MXFP4, which cannot be trained"
-    assert words in str(refused.value) and "Mxfp4Config(dequantize=True)" in str(refused.value)
-    assert "\n" not in str(refused.value)
-
-
-def test_weights_in_fp8_are_refused_in_one_line_that_says_what_to_do(tmp_path: Path) -> None:
-    model, folder = tiny("deepseek_v3"), tmp_path / "model"
-    published(model, folder)
-    name = "model.layers.0.self_attn.o_proj.weight_scale_inv"
-    change_tensors(folder, lambda tensors: tensors.update({name: torch.ones(1, 1)}))
-    change_config(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
-    with pytest.raises(BadInput, match=f"holds {name}: its weights are in FP8"):
-        open_weights(folder, model, family_named("deepseek_v3", "test"), allow_new=True)
-
-
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_folder_is_refused_in_one_line(folder: Path, name: str) -> None:
     change, words = HOSTILE[name]

@@ -91,7 +91,7 @@ class Workspace:
 
     def _settings(self) -> Configuration:
         config = yaml.safe_load((self.folder / "config.yaml").read_text())
-        return load_workflow(config, "config.yaml", ROOT).settings
+        return load_workflow(config, "config.yaml").settings
 
     def environment(self, fails: str = "", stops: str = "", kills: str = "") -> dict[str, str]:
         return os.environ | {

@@ -12,14 +12,12 @@ import yaml
 from snakemake_executor_plugin_slurm.validation import validate_slurm_extra
 
 from configuration import load_workflow
-from configuration_checks import check_model_keys
 from configuration_files import read_yaml
 from shardwright.io import BadInput, Document
 from shardwright.types import Cluster
 from slurm_jobs import job_resources
 
 ROOT = Path(__file__).parents[2]
-PRESETS = sorted((ROOT / "config" / "models").glob("*.yaml"))
 DEFAULT = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())
 
 
@@ -37,7 +35,7 @@ def _load(**changes):
         for part in path:
             place = place[part]
         place[key] = value
-    return load_workflow(config, "config/config.yaml", ROOT)
+    return load_workflow(config, "config/config.yaml")
 
 
 def _read(text: str, kind: type[Document]):
@@ -96,7 +94,7 @@ def _read(text: str, kind: type[Document]):
         ({"runs__demo__search": "romy"}, "runs.demo.search: 'romy' is not defined under searches: did you mean roomy?"),
         ({"validate__searches": ["none"]}, "validate.searches: 'none' is not defined under searches"),
         ({"clusters__laptop__nodes": [{"node_type": "gpu", "count": 1}]}, "'gpu' is not defined under node_types"),
-        ({"models__demo__preset": "lama-2m"}, "there is no config/models/lama-2m.yaml: did you mean llama-2m?"),
+        ({"models__demo__preset": "lama-2m"}, "models.demo.preset: 'lama-2m' is not a preset: did you mean llama-2m?"),
         ({"models__demo__num_hidden_layer": 4}, "num_hidden_layer is not a known key: did you mean num_hidden_layers?"),
         ({"clusters__laptop": {"nodes": DEFAULT["clusters"]["laptop"]["nodes"]}}, "hardware_time_budget_s is missing"),
         ({"profiles__cpu": _without("steps")}, "profiles.cpu: steps and warmup_steps are missing"),
@@ -157,7 +155,7 @@ def test_a_mistake_is_refused_with_its_place_and_the_remedy(changes, message):
 
 def test_a_name_of_another_family_is_translated():
     with pytest.raises(BadInput, match="num_hidden_layers is called n_layer in a gpt2 configuration"):
-        _load(models__demo={"preset": "gpt2-1.5b", "profile": "cpu", "num_hidden_layers": 2})
+        _load(models__demo={"preset": "gpt2-xl", "profile": "cpu", "num_hidden_layers": 2})
 
 
 def test_what_the_preset_leaves_out_can_be_set_when_the_family_knows_it():
@@ -184,7 +182,7 @@ def test_a_hostile_preset_is_one_line(tmp_path, content, message):
 def test_keys_of_published_files_can_be_set_where_the_family_reads_them():
     assert json.loads(_load(models__demo__rope_theta=5e5).model_config_json("demo"))["rope_theta"] == 5e5
     with pytest.raises(BadInput, match="rope_theta is not a known key"):
-        _load(models__demo={"preset": "gpt2-1.5b", "profile": "cpu", "rope_theta": 5e5})
+        _load(models__demo={"preset": "gpt2-xl", "profile": "cpu", "rope_theta": 5e5})
 
 
 def test_broken_yaml_is_refused_with_its_line(tmp_path):
@@ -194,13 +192,21 @@ def test_broken_yaml_is_refused_with_its_line(tmp_path):
         read_yaml(path)
 
 
-@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
-def test_every_preset_holds_a_family_and_only_keys_that_the_family_knows(preset):
-    content = read_yaml(preset)
-    keys = {key: value for key, value in content["config"].items() if key != "model_type"}
-    # Given as overrides of a preset without them, the keys are checked against the family's configuration class.
-    check_model_keys("preset", keys, {"model_type": content["config"]["model_type"]}, str(preset))
-    assert content["sequence_length"] > 0
+def test_a_model_may_be_a_config_json_beside_the_configuration(tmp_path):
+    config = {"model_type": "llama", "hidden_size": 64, "max_position_embeddings": 8192}
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text(json.dumps(config))
+    changed = copy.deepcopy(DEFAULT)
+    changed["models"]["demo"] = {"config": "mine", "profile": "cpu", "hidden_size": 32}
+    workflow = load_workflow(changed, str(tmp_path / "config.yaml"))
+    assert json.loads(workflow.model_config_json("demo")) == config | {"hidden_size": 32}
+    assert workflow.sequence_length("demo") == 4096
+    (tmp_path / "mine" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(BadInput, match=r"models\.demo\.sequence_length: .*config\.json does not say how long"):
+        load_workflow(changed, str(tmp_path / "config.yaml"))
+    changed["models"]["demo"]["preset"] = "llama-2m"
+    with pytest.raises(BadInput, match="a model needs either preset or config"):
+        load_workflow(changed, "config.yaml")
 
 
 def test_the_demo_model_has_about_two_million_parameters():
@@ -327,7 +333,7 @@ def test_the_five_lines_of_fine_tuning_in_the_documentation_are_a_configuration_
     config = copy.deepcopy(DEFAULT)
     for section, entries in yaml.safe_load(lines).items():
         config[section] |= entries
-    workflow = load_workflow(config, "fine-tune.yaml", ROOT)
+    workflow = load_workflow(config, "fine-tune.yaml")
     assert workflow.settings.runs["tuned"].export and workflow.copied_from("tuned") == "/models/bert"
     said = workflow.options("runs", "tuned", without=("search", "data", "export"))
     assert said[:4] == ["--steps", "500", "--weights", "/models/bert"] and said[-3:] == [

@@ -100,16 +100,16 @@ def test_a_file_that_repeats_itself_a_little_is_read(tmp_path):
 
 def test_a_load_is_no_part_of_a_search_document_and_a_file_may_stand_beside_the_configuration(tmp_path, monkeypatch):
     config = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())
-    without = load_workflow(config, "config/config.yaml", ROOT).search_json("tight")
+    without = load_workflow(config, "config/config.yaml").search_json("tight")
     config["searches"]["tight"]["imbalance"] = "load.json"
     (tmp_path / "there").mkdir()
     shutil.copy(ROOT / "core/examples/expert_load.json", tmp_path / "there/load.json")
     monkeypatch.chdir(tmp_path)
-    workflow = load_workflow(config, "there/config.yaml", ROOT)
+    workflow = load_workflow(config, "there/config.yaml")
     given = workflow.settings, workflow.folder, "load.json"
     assert load_options(*given) == ["--imbalance", "there/load.json"]
     assert load_sha256(*given) == sha256_of_file(tmp_path / "there/load.json")
     assert workflow.search_json("tight") == without
     (tmp_path / "there/load.json").write_text("{}")
     with pytest.raises(BadInput, match=r"^there/load.json: [^\n]+$"):
-        load_workflow(config, "there/config.yaml", ROOT)
+        load_workflow(config, "there/config.yaml")

@@ -5,7 +5,7 @@ import json
 
 import pytest
 from test_workflow_chain import _of, _options
-from test_workflow_configuration import DEFAULT, ROOT, _load
+from test_workflow_configuration import DEFAULT, _load
 
 from configuration import load_workflow
 from shardwright.io import BadInput, read_document
@@ -14,6 +14,7 @@ from shardwright_train.data.sampling import BlendedData
 OTHER = {"text": "/texts/other.jsonl", "vocab_size": 300}
 PHOTOS = {"text": "/photos", "source": "images", "image_size": 224}
 CAPTIONS = {"text": "/captions", "source": "captions", "image_size": 336, "tokenizer": "/llava"}
+PAIRS = {"text": "/pairs.jsonl", "tokenizer": "/llama", "loss_on": "completions"}
 BOTH = {"blend": {"stdlib": 3, "other": 1.5}}
 
 
@@ -40,21 +41,24 @@ def test_a_blend_and_data_to_evaluate_on_are_prepared_before_the_run(finished):
 
 def test_random_samples_need_no_data_and_images_and_captions_are_read(finished):
     def change(config):
-        config["data"] |= {"photos": PHOTOS, "captions": CAPTIONS}
+        config["data"] |= {"photos": PHOTOS, "captions": CAPTIONS, "pairs": PAIRS}
         config["runs"]["demo"] |= {"data": "random", "export": True}
         config["runs"]["demo-tight"]["data"] = "photos"
         config["runs"]["captioned"] = {**config["runs"]["demo-tight"], "data": "captions"}
+        config["runs"]["tuned"] = {**config["runs"]["demo-tight"], "data": "pairs", "loss_on": "completions"}
 
     finished.configure(change)
     done = finished.snakemake("runs", "-n", "--printshellcmds")
-    assert done.jobs == {
-        "prepare_images": 1, "prepare_pairs": 1, "write_run_settings": 3, "run": 3, "convert": 1,
-    }, done.output  # fmt: skip
+    prepared = dict.fromkeys(("prepare_images", "prepare_pairs", "prepare_completions"), 1)
+    assert done.jobs == {**prepared, "write_run_settings": 4, "run": 4, "convert": 1}, done.output
     assert "--data random " in done.output and "--copy-from" not in done.output
     options = "--text /photos --source images --image-size 224 --workers 1"
     assert f"prepare {options} --out results/data/{finished.data('photos')}" in done.output
     options = "--text /captions --source captions --image-size 336 --tokenizer /llava --workers 1"
     assert f"prepare {options} --out results/data/{finished.data('captions')}" in done.output
+    options = "--text /pairs.jsonl --tokenizer /llama --loss-on completions --workers 1"
+    assert f"prepare {options} --out results/data/{finished.data('pairs')}" in done.output
+    assert "--loss-on completions " in done.output.split("train run")[-1]
 
 
 def _changed(**entries):
@@ -62,7 +66,7 @@ def _changed(**entries):
     config = copy.deepcopy(DEFAULT)
     config["data"] |= {"other": OTHER, "photos": PHOTOS, **entries.pop("data", {})}
     config["runs"]["demo"] |= entries
-    return load_workflow(config, "config.yaml", ROOT)
+    return load_workflow(config, "config.yaml")
 
 
 @pytest.mark.parametrize(
@@ -84,6 +88,11 @@ def _changed(**entries):
         ({"valid_data": "random"}, "runs.demo.valid_data: random samples are not for evaluation"),
         ({"export": "best"}, "runs.demo.export: there is no best checkpoint: set keep_best: true, too"),
         ({"export": "last"}, "runs.demo.export: Invalid"),
+        ({"loss_on": "completions"}, "runs.demo.loss_on: data.stdlib does not mark completions: set loss_on: compl"),
+        (
+            {"data": {"x": BOTH}, "valid_data": "x", "loss_on": "completions"},
+            "runs.demo.loss_on: data.stdlib does not mark completions",
+        ),
     ],
 )
 def test_data_that_contradicts_itself_is_refused_with_its_place(entries, message):

@@ -23,7 +23,7 @@ from shardwright_search.space.request import CellAnswer, Grid, GridAnswers, Sear
 
 ROOT = Path(__file__).parents[2]
 CONFIG = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())
-WORKFLOW = load_workflow(CONFIG, "config/config.yaml", ROOT)
+WORKFLOW = load_workflow(CONFIG, "config/config.yaml")
 GRIDS = read_grids([ROOT / "config"], WORKFLOW)
 
 
@@ -150,7 +150,7 @@ def test_a_load_of_experts_is_given_to_the_searches_of_a_model_and_to_its_even_p
 
 def test_grids_of_own_models_need_a_configuration_that_has_them():
     other = json.loads(json.dumps(CONFIG).replace('"demo"', '"other"'))
-    assert sorted(read_grids([ROOT / "config"], load_workflow(other, "other.yaml", ROOT))) == ["fasop", "galvatron"]
+    assert sorted(read_grids([ROOT / "config"], load_workflow(other, "other.yaml"))) == ["fasop", "galvatron"]
 
 
 def test_a_mixed_cluster_of_unknown_ones_is_one_line(tmp_path):

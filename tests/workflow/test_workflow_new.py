@@ -18,7 +18,7 @@ def _new(folder, *options):
     done = call(APP, "new", *options, "--out", out)
     assert done.exit_code == 0, done.stderr
     config = yaml.safe_load(out.read_text())
-    return config, load_workflow(config, str(out), ROOT)
+    return config, load_workflow(config, str(out))
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ PLACES = [
 
 def _refusal(config):
     try:
-        load_workflow(config, "config.yaml", ROOT)
+        load_workflow(config, "config.yaml")
     except BadInput as error:
         return str(error)
     return None
@@ -198,7 +198,7 @@ def test_nothing_that_slurm_is_asked_for_runs_as_a_command(tmp_path):
     for name in ("fast", "slow"):
         config["node_types"][name]["slurm"] = slurm
     config["clusters"]["laptop-mixed"]["all_nodes_here"] = False
-    asked = job_resources(load_workflow(config, "config.yaml", ROOT).components("laptop-mixed"), 60)
+    asked = job_resources(load_workflow(config, "config.yaml").components("laptop-mixed"), 60)
     printed = subprocess.run(
         ["/bin/bash", "-c", f"printf '%s\\n' {asked['slurm_extra']}"], cwd=tmp_path, capture_output=True, text=True
     ).stdout.splitlines()

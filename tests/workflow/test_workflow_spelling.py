@@ -27,7 +27,7 @@ ORDERED |= {"published_times"}
 
 
 def _load(config):
-    return load_workflow(copy.deepcopy(config), "config.yaml", ROOT)
+    return load_workflow(copy.deepcopy(config), "config.yaml")
 
 
 def _written_out(config):

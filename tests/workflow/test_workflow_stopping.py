@@ -89,7 +89,7 @@ def test_the_saves_of_a_branch_are_known_whose_checkpoint_lies_beside_the_config
     checkpoint.mkdir(parents=True)
     config = yaml.safe_load((ROOT / "config/config.yaml").read_text())
     config["runs"]["demo"]["resume_from"] = "kept/step-00000004"
-    workflow = load_workflow(config, "there/config.yaml", ROOT)
+    workflow = load_workflow(config, "there/config.yaml")
     (parent,) = workflow.parents_of("demo")
     assert parent in workflow.run_options("demo")
     write_metrics(folder_of_run(files[0].parent / "kept", read_document(files[0], Plan), checkpoint))

@@ -50,7 +50,7 @@ else:
         sys.exit(2)
 
     with one_line_errors():
-        CONFIG = load_workflow(config, CONFIG_FILE, ROOT)
+        CONFIG = load_workflow(config, CONFIG_FILE)
         GRIDS = read_grids([ROOT / "config", Path(CONFIG_FILE).parent], CONFIG)
     # The names of runs and data by those of their folders, which are the wildcards.
     RUNS, DATA = runs_by_folder(CONFIG.settings), data_by_folder(CONFIG.settings)

@@ -43,6 +43,23 @@ rule prepare:
         "shardwright train prepare {params.options:q} --workers {threads:q} --out {params.folder:q} 2> {log:q}"
 
 
+use rule prepare as prepare_completions with:
+    output:
+        tokenizer="results/data/{data}/tokenizer.json",
+        tokens="results/data/{data}/tokens.bin",
+        index="results/data/{data}/tokens.idx",
+        targets="results/data/{data}/targets.bin",
+        data="results/data/{data}/data.json",
+    log:
+        "results/logs/prepare_completions/{data}.log",
+    benchmark:
+        "results/benchmarks/prepare_completions/{data}.tsv"
+    wildcard_constraints:
+        data=CONFIG.data_pattern("completions"),
+    message:
+        "tokenize the prompts and completions {wildcards.data}"
+
+
 use rule prepare as prepare_images with:
     output:
         images="results/data/{data}/images.npy",

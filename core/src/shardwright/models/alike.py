@@ -13,7 +13,7 @@ from shardwright.models.traits import Config, Mask
 OPTION = "--as"
 QUANTIZED = "quantization_config"
 """The key that says how the weights of a published file are stored."""
-_NESTED = "text_config"
+_NESTED, _TOWER = "text_config", "vision_config"
 _ALIKE = 0.7
 """The least likeness, from 0 to 1, of a type's name to that of its nearest family."""
 
@@ -75,6 +75,11 @@ def is_known(config: Config) -> bool:
     return isinstance(kind, str) and (kind in FAMILIES or kind in OTHER_NAMES)
 
 
+def has_images(config: Config) -> bool:
+    """Return whether a config.json is of a model with a vision tower, which only families describe."""
+    return isinstance(config.get(_TOWER), Mapping)
+
+
 def same_types(family: str) -> tuple[str, ...]:
     """Return the types that are read as a family under another name."""
     return tuple(name for name, other in OTHER_NAMES.items() if other.family == family)
@@ -92,6 +97,9 @@ def unknown_type(given: Config, file: object) -> BadInput:
         return BadInput(file, "has no model_type", "give the config.json of a model")
     problem = refusal(kind, f"model_type {kind!r} is none of the families known here")
     nearest = nearest_family(given)
+    if has_images(given):
+        near = "" if nearest is None else f"{OPTION} {nearest} prices its text_config alone, approximately; "
+        return BadInput(file, f"{problem}, and has a {_TOWER}", f"{near}docs/add-a-model.md adds a family")
     if nearest is None:
         return BadInput(file, problem, f"{_TRACES}; docs/add-a-model.md adds a family; `shardwright models` lists them")
     near = f"the nearest is {nearest}: {OPTION} {nearest} prices it by its keys, approximately"

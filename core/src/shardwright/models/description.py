@@ -33,6 +33,8 @@ _TABLES = (
 _HEADS = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_features": "head_dim"}
 CHUNK = "attention_chunk_size"
 """The key of the positions of a chunk, across whose borders some blocks do not attend."""
+_LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
+"""Keys of the positions of a model without facts."""
 USUAL_TOKENS = 4096
 """Tokens of a sample if nobody gives them, as many models of 2023 to 2025 were trained on."""
 _STRETCHING = ("linear", "dynamic", "yarn")
@@ -101,6 +103,12 @@ def usual_length(family: Family, config: Config) -> int | None:
     if (fixed := family.fixed_positions(config)) is not None:
         return fixed
     longest, _ = _longest(family, config)
+    return None if longest is None else min(USUAL_TOKENS, longest)
+
+
+def stated_length(config: Config) -> int | None:
+    """Return the tokens of a sample of a model without facts, if nobody gives them; None: its file has no limit."""
+    longest = next((config[key] for key in _LIMITS if isinstance(config.get(key), int)), None)
     return None if longest is None else min(USUAL_TOKENS, longest)
 
 

@@ -13,7 +13,7 @@ from shardwright.launch.lock import HeldLock
 from shardwright.launch.nodes import NodeOptions
 from shardwright.types import Count, Gib, NonNegativeCount, Seconds, Share
 from shardwright_train.data.corpora import Source
-from shardwright_train.data.split import Boundaries, Fractions
+from shardwright_train.data.split import Boundaries, Fractions, LossOn
 from shardwright_train.engine.learning_rate import LearningRateSchedule
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
@@ -32,10 +32,10 @@ class DescribeOptions(Options, frozen=True, kw_only=True):
     """Folder with a Hugging Face config.json."""
     name: str
     """Name of the model in all later files."""
-    sequence_length: Count
-    """Tokens of one sample."""
     out: Path
     """Model description to write (JSON)."""
+    sequence_length: Count | None = None
+    """Tokens of one sample; if left out 4096, or the model's positions if these are fewer."""
     taken_as: str | None = field(default=None, name="as")
     """A family, such as llama or mixtral, whose model is described in place of one of an unknown type: it has the
     same width, layers, heads and experts, and is another model."""
@@ -84,6 +84,9 @@ class PrepareOptions(Options, frozen=True, kw_only=True):
     """Most text to take, in MiB; all if left out."""
     workers: Count | None = None
     """Processes that make tokens; one for each core if left out."""
+    loss_on: LossOn = LossOn.ALL
+    """completions: JSON lines or rows have `prompt` and `completion`, `messages`, or `input_ids` and `labels`, and
+    only what answers is learned (docs/data.md)."""
 
 
 class RankOptions(NodeOptions, frozen=True, kw_only=True):
@@ -197,6 +200,9 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     deterministic."""
     objective: Objective | None = None
     """Objective of T5: spans that are cut out of a text (default), or the continuation of a prefix."""
+    loss_on: LossOn | None = None
+    """The tokens that the loss is the mean of, over the whole global batch: all, or completions; by default completions
+    if the data was prepared so."""
     valid_fraction: Share = 0.0
     """Share of the data, after the training data, that is held out for evaluation."""
     test_fraction: Share = 0.0

@@ -7,29 +7,27 @@ from tempfile import TemporaryDirectory
 
 from shardwright.command import CommandLine
 from shardwright.io import BadInput, read_document
-from shardwright.models.alike import is_known
-from shardwright.models.description import USUAL_TOKENS
+from shardwright.models.alike import has_images, is_known
+from shardwright.models.description import stated_length
 from shardwright.models.traits import Config
 from shardwright.types import Model
 
 _GROUP, _STAGE = "shardwright.commands", "train"
-_LONGEST = "max_position_embeddings"
 _NEEDED = ("torch", "transformers")
 
 
 def is_traced(config: Config) -> bool:
     """Return whether nothing is known of the model_type of a config.json, and what can trace it is installed."""
     installed = entry_points(group=_GROUP, name=_STAGE) and all(map(find_spec, _NEEDED))
-    return isinstance(config.get("model_type"), str) and not is_known(config) and bool(installed)
+    unknown = isinstance(config.get("model_type"), str) and not is_known(config)
+    return unknown and not has_images(config) and bool(installed)
 
 
 def traced_model(file: Path, config: Config, name: str, sequence_length: int | None) -> Model:
     """Return what `train describe` says of a config.json; raises BadInput as that does, and for a missing length."""
     if file.name != "config.json":
         raise BadInput(file, "has a model_type without facts, of which a trace reads a folder", "name it config.json")
-    longest = config.get(_LONGEST)
-    if sequence_length is None and isinstance(longest, int):
-        sequence_length = min(USUAL_TOKENS, longest)
+    sequence_length = sequence_length or stated_length(config)
     if sequence_length is None:
         raise BadInput("--seq", f"{file} does not say how long samples are", "give it, in tokens")
     (stage,) = entry_points(group=_GROUP, name=_STAGE)

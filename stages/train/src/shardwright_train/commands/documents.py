@@ -9,12 +9,14 @@ from shardwright.command import show
 from shardwright.display.wrapping import line_width
 from shardwright.io import BadInput, read_document, read_object, write_document
 from shardwright.models.adapter_config import read_adapter
-from shardwright.models.alike import read_config, without_format
+from shardwright.models.alike import has_images, read_config, without_format
 from shardwright.models.config_keys import without_notes
+from shardwright.models.description import USUAL_TOKENS, stated_length
 from shardwright.models.frozen import FrozenPart, freeze
 from shardwright.models.low_rank import adapt
 from shardwright.types import Model, Plan
 from shardwright_train.data.corpora import Source
+from shardwright_train.data.split import LossOn
 from shardwright_train.imports import without_collection
 from shardwright_train.models.support import check_supported, without_devices
 from shardwright_train.options import CheckOptions, ConvertOptions, DescribeOptions, PrepareOptions
@@ -30,6 +32,8 @@ def describe(options: DescribeOptions) -> None:
 def prepare_text(options: PrepareOptions) -> None:
     """Write a tokenizer and the tokens of a text, or images as arrays."""
     if (prepare_others := _OTHERS.get(options.source)) is not None:
+        if options.loss_on is LossOn.COMPLETIONS:
+            raise BadInput("--loss-on completions", f"does not apply to {options.source}", "leave it out")
         prepare_others(options)
         return
     if options.image_size is not None:
@@ -38,7 +42,8 @@ def prepare_text(options: PrepareOptions) -> None:
         raise BadInput("--mel-bins", "applies only to speech", "leave it out, or pass --source speech")
     from shardwright_train.data.prepare import How, prepare
 
-    how = How(options.source, options.field, options.dataset_split, options.tokenizer_mib, options.workers)
+    named = options.source, options.field, options.dataset_split
+    how = How(*named, options.tokenizer_mib, options.workers, options.loss_on)
     prepare(options.text, options.glob, options.vocab_size, options.max_mib, options.out, options.tokenizer, how)
 
 
@@ -126,10 +131,11 @@ def _document_shares(plan: Plan, data: Path, separates: bool) -> tuple[str, ...]
 
 
 def describe_folder(
-    folder: Path, name: str, sequence_length: int, adapter: Path | None = None, taken_as: str | None = None
+    folder: Path, name: str, sequence_length: int | None, adapter: Path | None = None, taken_as: str | None = None
 ) -> Model:
     """Describe the model of a folder's config.json for samples of a length in tokens, positions of images included.
 
+    `sequence_length` None: 4096, or the model's positions if these are fewer, which is said.
     `adapter`: an adapter_config.json of peft, or its folder: low-rank matrices are trained instead of the model.
     `taken_as`: the family whose model is described instead of a model of an unknown type.
     Raises BadInput naming the key that cannot be trained, and why.
@@ -144,9 +150,12 @@ def describe_folder(
     # One line says what is wrong. Importing transformers sets its level, so this comes after.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
-        if taken_as is None and is_traced(given):
+        if taken_as is None and is_traced(given) and not has_images(given):
             config, notes = without_format(given)
-            model, ignored = describe_by_trace(config, name, sequence_length), None
+            length = sequence_length or stated_length(config)
+            if length is None:
+                raise BadInput("--sequence-length", f"{file} does not say how long samples are", "give it, in tokens")
+            model, ignored = describe_by_trace(config, name, length), None
         else:
             read = read_config(given, file, taken_as)
             known, notes = family_named(read.config["model_type"], file), read.notes
@@ -154,6 +163,9 @@ def describe_folder(
             model = describe(known, config, name, sequence_length)
     except ValueError as error:
         raise BadInput(file, str(error), "correct the configuration") from None
+    if sequence_length is None:
+        most = f"at most {USUAL_TOKENS} and the model's"
+        notes = (*notes, f"tokens of a sample: {model.sequence_length}, {most} (--sequence-length)")
     for note in (*notes, ignored):
         if note is not None:
             print(f"{file}: {note}", file=sys.stderr, flush=True)

@@ -81,6 +81,8 @@ class TextPiece(NamedTuple):
     """Position in the corpus after this piece, in the unit of `Corpus.size`."""
     begins: bool = True
     """Whether the document begins with this piece."""
+    source: str = ""
+    """Where the document stands, as messages name it; empty unless pieces are objects of JSON."""
 
 
 class Corpus(NamedTuple):
@@ -112,9 +114,11 @@ def source_of(text: str, glob: str | None) -> Source:
 
 
 def open_corpus(
-    text: str, source: Source, glob: str | None, field: str, split: str, max_bytes: int | None = None
+    text: str, source: Source, glob: str | None, field: str | None, split: str, max_bytes: int | None = None
 ) -> Corpus:
     """Open a corpus, or its first `max_bytes` of text; raise BadInput if there is none.
+
+    `field` of lines and rows is the document; None: documents are whole lines and rows, as objects of JSON.
 
     The plain file that exceeds `max_bytes` is cut at the end of a line; other documents are kept whole or left out.
     """
@@ -201,8 +205,10 @@ def _cut(content: bytes) -> int:
     return next(starts, len(content))
 
 
-def line_pieces(files: Sequence[Path], field: str) -> Iterator[TextPiece]:
+def line_pieces(files: Sequence[Path], field: str | None) -> Iterator[TextPiece]:
     """Yield a field of each JSON line of files, compressed ones (.gz, .bz2) too; a line without text is left out.
+
+    `field` None: yield whole lines.
 
     Raises BadInput with the line's number if the field is missing.
     """
@@ -213,7 +219,8 @@ def line_pieces(files: Sequence[Path], field: str) -> Iterator[TextPiece]:
             try:
                 for number, line in enumerate(iter(partial(_unpacked(path, raw).readline, _MAX_LINE), b""), start=1):
                     if line.strip() and (text := _field_text(path, number, line, field)):
-                        yield TextPiece(text, True, at + raw.tell())
+                        source = f"{path}: line {number}" if field is None else ""
+                        yield TextPiece(text, True, at + raw.tell(), source=source)
             except (EOFError, zlib.error, OSError) as error:
                 raise BadInput(path, f"is damaged after line {number} ({error})", "fetch it again") from None
             at += raw.tell()
@@ -225,10 +232,12 @@ def _unpacked(path: Path, raw: IO[bytes]) -> IO[bytes]:
     return bz2.BZ2File(raw) if path.suffix == ".bz2" else raw
 
 
-def _field_text(path: Path, number: int, line: bytes, field: str) -> str:
+def _field_text(path: Path, number: int, line: bytes, field: str | None) -> str:
     if len(line) == _MAX_LINE:
         raise BadInput(path, f"line {number} is longer than {_MAX_LINE >> 20} MiB", "split it")
     try:
+        if field is None:
+            return line.decode()
         fields = _DECODER.decode(line)
         if field in fields:
             return msgspec.json.decode(fields[field], type=str)
@@ -303,7 +312,7 @@ def _is_saved(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _SAVED_FILES)
 
 
-def _open_saved(folder: Path, field: str, split: str) -> Any:
+def _open_saved(folder: Path, field: str | None, split: str) -> Any:
     """The `datasets.Dataset` of a folder, mapped from its files.
 
     Raises BadInput if the folder is not a data set, has no such split or column, or `datasets` is missing.
@@ -323,13 +332,21 @@ def _open_saved(folder: Path, field: str, split: str) -> Any:
         if split not in rows:
             raise BadInput(folder, f"has no split {split!r}", f"choose one with --dataset-split: {', '.join(rows)}")
         rows = rows[split]
-    if field not in rows.column_names:
+    if field is not None and field not in rows.column_names:
         raise BadInput(folder, f"has no column {field!r}", f"choose one with --field: {', '.join(rows.column_names)}")
     return rows
 
 
-def row_pieces(folder: Path, rows: Any, field: str) -> Iterator[TextPiece]:
-    """Yield a column of a data set, several rows at a time; rows without text are left out."""
+def row_pieces(folder: Path, rows: Any, field: str | None) -> Iterator[TextPiece]:
+    """Yield a column of a data set, several rows at a time; rows without text are left out. None: whole rows."""
+    if field is None:
+        for number, row in enumerate(rows):
+            try:
+                fields = msgspec.json.encode({name: value for name, value in row.items() if value is not None})
+            except TypeError as error:
+                raise BadInput(folder, f"row {number}: {error}", "leave out that column") from None
+            yield TextPiece(fields.decode(), True, number + 1, source=f"{folder}: row {number}")
+        return
     for first in range(0, len(rows), _ROWS):
         for number, text in enumerate(rows[first : first + _ROWS][field], start=first):
             if not isinstance(text, str | None):

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -17,7 +17,7 @@ from shardwright.types import EMBEDDING, HEAD
 from shardwright_train.data.arrays import PLACE, ImageForm, Images, Pairs, TextTokens, open_images, open_pairs, padded
 from shardwright_train.data.sampling import Blend, Samples, open_data
 from shardwright_train.data.share import Batch, BatchShare, with_boundaries
-from shardwright_train.data.split import ACROSS, WHOLE, Boundaries, Split, SplitPart
+from shardwright_train.data.split import ACROSS, WHOLE, Boundaries, LossOn, Split, SplitPart
 from shardwright_train.parallel.rng import seed_of
 from shardwright_train.parallel.vocab import IGNORED
 
@@ -45,8 +45,12 @@ class Text(ABC):
     """Whether each label is the token after its position."""
     keeps_boundaries: ClassVar[bool] = True
     """Whether the documents within a sample can be distinguished."""
+    learns_part: ClassVar[bool] = False
+    """Whether the loss may be on completions only."""
     vocab_size: int
     sequence_length: int
+    loss_on: LossOn | None = field(default=None, kw_only=True, repr=False)
+    """The tokens that are learned; None: completions if the data marks them, else all."""
 
     @classmethod
     def from_config(cls, config: Any, sequence_length: int) -> Self:
@@ -92,8 +96,10 @@ class Text(ABC):
             problem = "the samples of this family do not mark where documents meet"
             raise BadInput("--reset-attention-mask, --reset-position-ids", problem, "leave them out")
         if folder == RANDOM:
+            if self.loss_on is LossOn.COMPLETIONS:
+                raise BadInput("--loss-on completions", "random samples have no completions", "leave it out")
             return random_batches(self, seed, part)
-        samples = open_data(folder, self.stream_tokens, seed, part)
+        samples = open_data(folder, self.stream_tokens, seed, part, self.loss_on if self.learns_part else LossOn.ALL)
         samples.check_vocabulary(self.vocab_size)
         return TextBatches(samples, self, boundaries)
 
@@ -110,6 +116,7 @@ class TextBatches:
     def sha256(self) -> str:
         """The identity of the token stream, the split, and the treatment of boundaries and samples."""
         made = [*(self.boundaries if any(self.boundaries) else ()), *self.objective.identity]
+        made += [] if self.samples.marks_sha256 is None else [self.samples.marks_sha256]
         return sha256_of_value([self.samples.sha256, *made]) if made else self.samples.sha256
 
     @property
@@ -129,6 +136,9 @@ class TextBatches:
             batch = {name: torch.cat([one[name] for one in made]) for name in made[0]}
         else:
             batch = self.objective.batch(text, torch.Generator())
+        if self.samples.marks_sha256 is not None and "labels" not in share.left_out:
+            targets = torch.from_numpy(self.samples.targets(indices)[:, 1:])
+            batch["labels"] = batch["labels"].masked_fill(targets == 0, IGNORED)
         if any(self.boundaries):
             documents = torch.from_numpy(self.samples.documents(indices))
             predicts_next = self.objective.predicts_next
@@ -138,6 +148,8 @@ class TextBatches:
     def counted(self, first: int, samples: int) -> int:
         """The number of labels of a batch that count, over all ranks; raises RunFailed if there are none."""
         indices = np.arange(first, first + samples)
+        if self.samples.marks_sha256 is not None:
+            return self._learned(indices)
         labels = self.objective.counted(samples, lambda: torch.from_numpy(self.samples.read(indices)))
         if self.boundaries.reset_attention_mask and self.objective.predicts_next:
             labels -= int(self.samples.documents(indices)[:, -1].sum())
@@ -149,6 +161,16 @@ class TextBatches:
         """Read the files once; raise BadInput unless they match data.json."""
         self.samples.check_contents()
 
+    def _learned(self, indices: NDArray[np.int64]) -> int:
+        targets = self.samples.targets(indices)[:, 1:]
+        if self.boundaries.reset_attention_mask:
+            documents = self.samples.documents(indices)
+            targets = targets * (documents[:, 1:] == documents[:, :-1])
+        if not targets.any():
+            problem = f"samples {indices[0]} to {indices[-1]}, which are a batch, hold no token of a completion"
+            raise RunFailed(f"{problem}: take a larger batch or longer samples, or leave out such documents")
+        return int(targets.sum())
+
     def _drawn(self, text: Tensor, index: int) -> Batch:
         generator = torch.Generator().manual_seed(seed_of(self.samples.seed, "sample", index))
         return self.objective.batch(text, generator)
@@ -158,6 +180,7 @@ class Causal(Text):
     """Causal language modelling: each token is the label of the position before it."""
 
     predicts_next: ClassVar[bool] = True
+    learns_part: ClassVar[bool] = True
 
     def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
         """The inputs and labels of samples; draws no random numbers."""
@@ -374,6 +397,7 @@ class ImageText(Causal):
     read_by: ClassVar[Mapping[str, str]] = {"pixel_values": EMBEDDING, "labels": HEAD}
     beside_positions: ClassVar[frozenset[str]] = frozenset({"pixel_values"})
     keeps_boundaries: ClassVar[bool] = False
+    learns_part: ClassVar[bool] = False
     image_token: int
     """Token at each position of an image."""
     image_tokens: int

@@ -41,7 +41,9 @@ from shardwright.io import (
     write_document,
 )
 from shardwright.types import MIB
+from shardwright_train.data.completions import Form, Reader, form_of
 from shardwright_train.data.corpora import Corpus, Source, TextPiece, check_plain, open_corpus, plain, source_of
+from shardwright_train.data.split import LossOn
 from shardwright_train.data.tokenizer import (
     CONSULTED,
     TOKENIZER,
@@ -74,6 +76,7 @@ class How(NamedTuple):
     """Largest amount of text that a tokenizer is trained on, in MiB."""
     workers: int | None = None
     """Number of processes; None: one per core."""
+    loss_on: LossOn = LossOn.ALL
 
 
 _USUAL = How()
@@ -86,6 +89,8 @@ class _Begun(msgspec.Struct, frozen=True):
     """Identity of source and options, equal if the resulting tokens are."""
     ends: DocumentEnds
     vocab_size: int
+    form: Form | None = None
+    """Form of examples of which a part is learned; None: documents are texts."""
 
 
 def prepare(
@@ -103,7 +108,7 @@ def prepare(
     `max_mib` (MiB) ends the text, the file that goes beyond is cut at the end of a line, and other documents are left
     out. Killed and started again, it resumes from the shards on the disk. A text too short for `vocab_size` gives a
     smaller vocabulary, which data.json records. With `tokenizer_folder` that model's tokenizer is taken, and none is
-    trained.
+    trained. Loss on completions also writes OUT/targets.bin, which marks them.
 
     Raises BadInput if there is no text, it is damaged, or not one of vocabulary and tokenizer is given: then nothing
     is left of what was written.
@@ -115,13 +120,27 @@ def prepare(
     if (vocab_size is None) == (tokenizer_folder is None):
         raise BadInput("prepare", "it needs either --vocab-size or --tokenizer", "train a tokenizer, or pass a model's")
     max_bytes = None if max_mib is None else int(max_mib * MIB)
-    corpus = open_corpus(text, source, glob, how.field, how.dataset_split, max_bytes)
+    learns_part = how.loss_on is LossOn.COMPLETIONS
+    if learns_part:
+        _check_examples(source, tokenizer_folder, how)
+    corpus = open_corpus(text, source, glob, None if learns_part else how.field, how.dataset_split, max_bytes)
     if corpus.strips_markup:
         check_plain(text)
     targets = DataFolder(out)
     check_writable(targets.description)
     with only_writer(out):
         _write(corpus, _begun(corpus, vocab_size, tokenizer_folder, how, targets), how.workers, targets)
+
+
+def _check_examples(source: Source, tokenizer_folder: Path | None, how: How) -> None:
+    """Raise BadInput unless a source may hold examples, and their tokens are those of a model."""
+    if source not in (Source.JSONL, Source.DATASETS):
+        problem = f"a source of {source} has no prompts and completions"
+        raise BadInput("--loss-on completions", problem, "pass JSON lines or a folder of datasets")
+    if tokenizer_folder is None:
+        raise BadInput("--loss-on completions", "trains no tokenizer", "pass that of the model with --tokenizer")
+    if how.field != _USUAL.field:
+        raise BadInput("--field", "examples have fields of their own: docs/data.md", "leave it out")
 
 
 def _begun(
@@ -134,6 +153,7 @@ def _begun(
         tokenizer = [version("transformers"), *(sha256_of_file(file) if file.is_file() else "" for file in files)]
     folder = targets.unfinished
     request = sha256_of_value([corpus.identity, tokenizer, _SHARD_CHARACTERS, _SHARD_PIECES])
+    learns_part = how.loss_on is LossOn.COMPLETIONS
     try:
         begun = msgspec.json.decode((folder / _BEGUN).read_bytes(), type=_Begun)
     except (OSError, msgspec.DecodeError):
@@ -144,7 +164,10 @@ def _begun(
     shutil.rmtree(folder, ignore_errors=True)
     tokenizing = given(tokenizer_folder) if tokenizer_folder else _trained(corpus, vocab_size or 0, how.tokenizer_mib)
     tokenizing.write(folder)
-    begun = _Begun(request, tokenizing.ends, tokenizing.vocab_size)
+    first = next(corpus.pieces(), None) if learns_part else None
+    form = None if first is None else form_of(first)
+    ends = tokenizing.ends if form is None else form.ends(tokenizing.ends)
+    begun = _Begun(request, ends, tokenizing.vocab_size, form)
     write_bytes(folder / _BEGUN, msgspec.json.encode(begun))
     return begun
 
@@ -167,7 +190,9 @@ def _write(corpus: Corpus, begun: _Begun, workers: int | None, targets: DataFold
     """Tokenize the shards that are missing, and join all of them."""
     folder = targets.unfinished
     tokenizer_sha256 = sha256_of_file(folder / TOKENIZER)
-    encoder = Encoder(folder / TOKENIZER, tokenizer_sha256, begun.ends, begun.vocab_size, corpus.strips_markup)
+    encoder = Encoder(
+        folder / TOKENIZER, tokenizer_sha256, begun.ends, begun.vocab_size, corpus.strips_markup, begun.form
+    )
     shards: list[Path] = []
 
     def missing() -> Iterator[tuple[Path, list[TextPiece]]]:
@@ -181,8 +206,12 @@ def _write(corpus: Corpus, begun: _Begun, workers: int | None, targets: DataFold
         within = f" within {corpus.max_bytes} bytes" if corpus.max_bytes is not None else ""
         problem = f"no text in files {corpus.glob!r}{within}" if corpus.glob else f"no text{within}"
         raise BadInput(corpus.name, problem, "check --text, --glob and --max-mib")
+    learned = None if begun.form is None else _learned(shards, corpus.name)
     targets.description.unlink(missing_ok=True)
+    targets.targets.unlink(missing_ok=True)
     documents, tokens, text_bytes = _join(shards, targets, begun.vocab_size)
+    if learned is not None:
+        _join_marks(shards, targets)
     targets.settings.unlink(missing_ok=True)
     for file in (targets.tokenizer, targets.settings):
         if (folder / file.name).exists():
@@ -199,10 +228,13 @@ def _write(corpus: Corpus, begun: _Begun, workers: int | None, targets: DataFold
         tokens_after=begun.ends.after,
         tokenizer_sha256=tokenizer_sha256,
         tokens_sha256=sha256_of_file(targets.tokens),
+        targets=learned,
+        targets_sha256=None if learned is None else sha256_of_file(targets.targets),
     )
     write_document(targets.description, description)
     shutil.rmtree(folder, ignore_errors=True)
-    _say(f"{tokens} tokens of {documents} documents, vocabulary {begun.vocab_size}")
+    part = "" if learned is None else f", {learned / tokens:.1%} of them learned ({begun.form})"
+    _say(f"{tokens} tokens of {documents} documents{part}, vocabulary {begun.vocab_size}")
 
 
 def _batches(pieces: Iterable[TextPiece], most_characters: int, most_pieces: int) -> Iterator[list[TextPiece]]:
@@ -228,6 +260,8 @@ class Encoder:
     document: DocumentEnds
     vocab_size: int
     strips_markup: bool
+    form: Form | None = None
+    """Form of examples of which a part is learned; None: documents are texts."""
 
     def __call__(self, shard: Path, pieces: list[TextPiece]) -> tuple[int, int]:
         """Write a shard, and return its tokens and the position in the corpus after it.
@@ -235,7 +269,15 @@ class Encoder:
         Raises BadInput if the tokenizer cannot encode a piece.
         """
         ids, ends, text_bytes = array("i"), [], 0
+        targets = array("b")
         for batch in _batches(pieces, _BATCH_CHARACTERS, _SHARD_PIECES):
+            if self.form is not None:
+                for example in _reader(self).learned(batch):
+                    ids.extend(example.ids)
+                    targets.extend(example.targets)
+                    ends.append(len(ids))
+                text_bytes += sum(len(piece.text.encode()) for piece in batch)
+                continue
             texts = [plain(piece.text) if self.strips_markup else piece.text for piece in batch]
             text_bytes += sum(len(text.encode()) for text in texts)
             for piece, encoding in zip(batch, self._encodings(texts), strict=True):
@@ -250,13 +292,20 @@ class Encoder:
             raise BadInput(TOKENIZER, f"produces tokens that are not below {self.vocab_size}", "take another")
         tokens = tokens.astype(token_dtype(self.vocab_size))
         with atomic_path(shard) as temporary, temporary.open("wb") as file:
-            np.savez(file, tokens=tokens, ends=np.array(ends, np.int64), text_bytes=np.int64(text_bytes))
+            marks = {} if self.form is None else {"targets": np.frombuffer(targets, np.uint8)}
+            np.savez(file, tokens=tokens, ends=np.array(ends, np.int64), text_bytes=np.int64(text_bytes), **marks)
         return len(tokens), pieces[-1].at
 
     def _encodings(self, texts: list[str]) -> list[Any]:
         remedy = "use a tokenizer with a token for unknown text"
         with library_faults(TOKENIZER, "cannot encode a text", remedy):
             return list(_tokenizer(self.tokenizer, self.sha256).encode_batch_fast(texts, add_special_tokens=False))
+
+
+@lru_cache(maxsize=1)
+def _reader(encoder: Encoder) -> Reader:
+    assert encoder.form is not None
+    return Reader(encoder.tokenizer.parent, encoder.form, encoder.document, encoder.vocab_size)
 
 
 @lru_cache(maxsize=1)
@@ -325,25 +374,40 @@ def _join(shards: Sequence[Path], targets: DataFolder, vocab_size: int) -> tuple
     dtype, spool = token_dtype(vocab_size), targets.unfinished / "lengths"
     with atomic_path(targets.tokens) as temporary, temporary.open("wb") as file, spool.open("wb") as lengths:
         for shard in shards:
-            tokens, ends, shard_text_bytes = _read_shard(shard)
+            tokens, ends, shard_text_bytes = _read_shard(shard, "tokens", "ends", "text_bytes")
             file.write(tokens.tobytes())
             ends = total + ends
             lengths.write(np.diff(ends, prepend=begin).astype("<i8").tobytes())
             begin, total = int(ends[-1]) if len(ends) else begin, total + len(tokens)
-            text_bytes += shard_text_bytes
+            text_bytes += int(shard_text_bytes)
     documents = spool.stat().st_size // 8
     write_index(targets.index, np.memmap(spool, "<i8", mode="r", shape=(documents,)), dtype)
     return documents, total, text_bytes
 
 
-def _read_shard(shard: Path) -> tuple[NDArray[Any], NDArray[Any], int]:
-    """The tokens of a shard, the ends of its documents, and the bytes of its text.
+def _join_marks(shards: Sequence[Path], targets: DataFolder) -> None:
+    """Write the marks of all shards."""
+    with atomic_path(targets.targets) as temporary, temporary.open("wb") as file:
+        for shard in shards:
+            file.write(_read_shard(shard, "targets")[0].tobytes())
+
+
+def _learned(shards: Sequence[Path], name: object) -> int:
+    """The number of tokens of all shards that are learned; raises BadInput if there are none."""
+    learned = sum(int(_read_shard(shard, "targets")[0].sum()) for shard in shards)
+    if not learned:
+        raise BadInput(name, "no example has a token to learn", "check the completions, labels or messages")
+    return learned
+
+
+def _read_shard(shard: Path, *names: str) -> list[NDArray[Any]]:
+    """Arrays of a shard: its tokens, the ends of its documents, the bytes of its text, its marks.
 
     Raises RunFailed if it is damaged.
     """
     try:
         with np.load(shard) as held:
-            return held["tokens"], held["ends"], int(held["text_bytes"])
+            return [held[name] for name in names]
     except (BadZipFile, EOFError, KeyError, ValueError, zlib.error):
         shard.unlink()
         raise RunFailed(f"{shard} was damaged and has been removed: run the same command again") from None

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from shardwright.io import BadInput, Document, Value, read_document, sha256_of_file, sha256_of_value
 from shardwright_train.data.corpora import Source
-from shardwright_train.data.split import WHOLE, Split, SplitPart
-from shardwright_train.data.tokens import AGAIN, DataFolder, TokenFile, TokenIndex, read_tokens
+from shardwright_train.data.split import WHOLE, LossOn, Split, SplitPart
+from shardwright_train.data.tokens import AGAIN, DataFolder, PreparedData, TokenFile, TokenIndex, read_tokens
 
 _ROUNDS = 8
 """Number of Feistel rounds: twice what makes a permutation hard to tell from a random one (Luby & Rackoff 1988)."""
@@ -122,6 +122,9 @@ class Samples:
     first: int = 0
     """Index of the split's first token in the file."""
     shuffled: bool = True
+    marks: NDArray[np.uint8] | None = None
+    """Whether each token of the split is learned [tokens], mapped from the file; None: all are."""
+    marks_sha256: str | None = None
 
     @property
     def per_epoch(self) -> int:
@@ -141,6 +144,14 @@ class Samples:
             problem = f"a token after number {self.first + firsts[strange.any(1)][0]} is not in the vocabulary"
             raise BadInput(DataFolder(self.folder).tokens, f"{problem} of {self.vocab_size}", AGAIN)
         return tokens
+
+    def targets(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """For each token [n, S + 1] of these samples, 1 if it is learned, else 0."""
+        length = self.sequence_length + 1
+        if self.marks is None:
+            return np.ones((len(indices), length), np.int64)
+        firsts = self.numbers(indices) * self.sequence_length
+        return np.stack([self.marks[first : first + length] for first in firsts]).astype(np.int64)
 
     def documents(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """The document number [n, S + 1] of each token of these samples, counted from 0 in each sample."""
@@ -176,13 +187,19 @@ class Samples:
         files = DataFolder(self.folder)
         described = files.read_description()
         digests = {files.tokens: described.tokens_sha256, files.tokenizer: described.tokenizer_sha256}
+        if self.marks_sha256 is not None:
+            digests[files.targets] = self.marks_sha256
         for file, digest in digests.items():
             if sha256_of_file(file) != digest:
                 raise BadInput(file, f"its SHA-256 differs from the one in {files.description.name}", AGAIN)
 
 
-def open_samples(folder: Path, sequence_length: int, seed: int, part: SplitPart = WHOLE) -> Samples:
+def open_samples(
+    folder: Path, sequence_length: int, seed: int, part: SplitPart = WHOLE, loss_on: LossOn | None = None
+) -> Samples:
     """Open a split of a folder of prepared data; the tokens are mapped, not read.
+
+    `loss_on` None: on completions if the folder marks them, else on all.
 
     Raises BadInput when a file is damaged, does not belong to the others, or the split holds less than one sample.
     """
@@ -192,6 +209,7 @@ def open_samples(folder: Path, sequence_length: int, seed: int, part: SplitPart 
     if len(opened.tokens) != described.tokens:
         problem = f"has {len(opened.tokens)} tokens, data.json reports {described.tokens}"
         raise BadInput(files.tokens, problem, AGAIN)
+    marks = None if loss_on is LossOn.ALL else _marks(files, described, loss_on)
     first, end = _tokens_of(opened.index, part)
     _check_splits(files, opened, part)
     if end - first <= sequence_length:
@@ -210,7 +228,25 @@ def open_samples(folder: Path, sequence_length: int, seed: int, part: SplitPart 
         tokens_before=None if described.source == Source.MEGATRON else described.tokens_before or (),
         first=first,
         shuffled=part.split is Split.TRAIN,
+        marks=None if marks is None else marks[first:end],
+        marks_sha256=None if marks is None else described.targets_sha256,
     )
+
+
+def _marks(files: DataFolder, described: PreparedData, loss_on: LossOn | None) -> NDArray[np.uint8] | None:
+    """The marks of all tokens of a folder; None without. Raises BadInput if they are wanted, or damaged."""
+    if described.targets_sha256 is None:
+        if loss_on is LossOn.COMPLETIONS:
+            remedy = "prepare the data with --loss-on completions"
+            raise BadInput(files.description, "does not mark completions", remedy)
+        return None
+    try:
+        marks = np.memmap(files.targets, np.uint8, mode="r")
+    except (OSError, ValueError) as error:
+        raise BadInput(files.targets, f"cannot be read ({error})", AGAIN) from None
+    if len(marks) != described.tokens:
+        raise BadInput(files.targets, f"has {len(marks)} bytes for {described.tokens} tokens", AGAIN)
+    return marks
 
 
 def _check_splits(files: DataFolder, opened: TokenFile, part: SplitPart) -> None:
@@ -272,6 +308,12 @@ class Blend:
         return sum(samples.per_epoch for samples in self.parts)
 
     @property
+    def marks_sha256(self) -> str | None:
+        """The identity of the marks of what is learned; None if no data set has any."""
+        marks = [samples.marks_sha256 for samples in self.parts]
+        return sha256_of_value(marks) if any(marks) else None
+
+    @property
     def sha256(self) -> str:
         """The identity of the data sets and of their weights."""
         return sha256_of_value([[samples.sha256 for samples in self.parts], self.weights])
@@ -279,6 +321,10 @@ class Blend:
     def read(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """The tokens [n, S + 1] of the samples with these numbers."""
         return self._gathered(indices, Samples.read)
+
+    def targets(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """For each token [n, S + 1] of these samples, 1 if it is learned, else 0."""
+        return self._gathered(indices, Samples.targets)
 
     def documents(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """The document numbers [n, S + 1] of each token of these samples."""
@@ -346,16 +392,18 @@ def check_described(folder: Path) -> None:
         files.read_description()
 
 
-def open_data(folder: Path, sequence_length: int, seed: int, part: SplitPart = WHOLE) -> Samples | Blend:
+def open_data(
+    folder: Path, sequence_length: int, seed: int, part: SplitPart = WHOLE, loss_on: LossOn | None = None
+) -> Samples | Blend:
     """Open a folder of prepared data, or one whose blend.json names several.
 
     Raises BadInput if one cannot be opened, they have not the same tokenizer, or a weight is too small to count.
     """
     file = folder / BLEND
     if not file.is_file():
-        return open_samples(folder, sequence_length, seed, part)
+        return open_samples(folder, sequence_length, seed, part, loss_on)
     blended = read_document(file, BlendedData)
-    parts = tuple(open_samples(folder / each.folder, sequence_length, seed, part) for each in blended.datasets)
+    parts = tuple(open_samples(folder / each.folder, sequence_length, seed, part, loss_on) for each in blended.datasets)
     for samples in parts:
         if samples.tokenizer_sha256 != parts[0].tokenizer_sha256:
             problem = f"{samples.folder} has another tokenizer than {parts[0].folder}"

@@ -33,6 +33,15 @@ class Fractions(NamedTuple):
         return ends[number], ends[number + 1]
 
 
+class LossOn(StrEnum):
+    """The tokens of a text that are learned."""
+
+    ALL = "all"
+    """Each token."""
+    COMPLETIONS = "completions"
+    """What is marked as the answer to a prompt; the rest is only read."""
+
+
 class SplitPart(NamedTuple):
     """A split of data divided by given fractions."""
 

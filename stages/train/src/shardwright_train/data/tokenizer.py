@@ -27,7 +27,7 @@ END_OF_TEXT = "<|endoftext|>"
 TOKENIZER = "tokenizer.json"
 SETTINGS = (TOKENIZER, "tokenizer_config.json")
 """The files of a model's tokenizer."""
-CONSULTED = (*SETTINGS, "config.json", "special_tokens_map.json", "added_tokens.json")
+CONSULTED = (*SETTINGS, "config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 """The files of a folder that decide how a text becomes tokens."""
 _ENDS = ("eos_token", "sep_token")
 """The settings that name the token that closes a document, the first that a tokenizer has."""
@@ -36,9 +36,10 @@ _MIN_VOCABULARY = 257  # every byte and the end of text
 _MAX_WORD = 100_000
 """Largest number of consecutive characters of one kind: training takes time quadratic in it, here seconds."""
 _WORD = re.compile(r"[^\W\d_]+|\d+|\s+|(?:[^\w\s]|_)+")  # as ByteLevel tells them apart
-_OPENING_ERRORS = (
+RUNNING_ERRORS = (
     ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError
 )  # fmt: skip
+"""What the code of transformers raises on a stranger's files."""
 _PARTS = ("model", "normalizer", "pre_tokenizer", "post_processor", "decoder")
 _MOST_AROUND = 256
 _PROBE = "a"
@@ -57,7 +58,7 @@ class Tokenizing(NamedTuple):
     tokenizer: Tokenizer
     ends: DocumentEnds
     special: Mapping[str, str] = {}
-    """Special tokens of a model's tokenizer by the names of settings, such as eos_token."""
+    """Special tokens of a model's tokenizer by the names of settings, such as eos_token; and its chat_template."""
 
     @property
     def vocab_size(self) -> int:
@@ -126,6 +127,10 @@ def given(folder: Path) -> Tokenizing:
     if closing is None:
         problem = f"has no {' or '.join(_ENDS)} that is one of {file.name}"
         raise BadInput(settings, problem, "name the token that closes a document")
+    template = opened.chat_template
+    if isinstance(template, Mapping):  # several, by their names
+        template = template.get("default")
+    special |= {"chat_template": template} if isinstance(template, str) else {}
     return Tokenizing(tokenizer, _document_ends(tokenizer, tokenizer.get_vocab()[closing], file), special)
 
 
@@ -142,7 +147,7 @@ def _opened(folder: Path, file: Path, settings: Mapping[str, Any]) -> Any:
                 raise
             print(f"{folder}: its code is not run: {file.name} is used as it is", file=sys.stderr, flush=True)
             opened = PreTrainedTokenizerFast.from_pretrained(str(folder), **how)
-    except _OPENING_ERRORS as error:
+    except RUNNING_ERRORS as error:
         problem = f"transformers cannot open it ({type(error).__name__}: {' '.join(str(error).split())})"
         raise BadInput(file, problem, f"correct {SETTINGS[1]}, or use another tokenizer") from None
     if not isinstance(getattr(opened, "backend_tokenizer", None), Tokenizer):

@@ -1,5 +1,7 @@
 """A folder of prepared data: data.json, a .bin of tokens, and an .idx with the position of each sequence.
 
+targets.bin, of data prepared with `--loss-on completions`: a byte for each token, 1 if it is learned and 0 if not.
+
 The .idx has one of the two layouts that Megatron has written.
 
 `MMIDIDX`, little-endian: 9 bytes magic, version 1 (uint64), dtype code (uint8), number of sequences and length of the
@@ -255,6 +257,10 @@ class PreparedData(Document, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Number of tokens before each document; None: unknown, or, for text that an earlier version prepared, none."""
     tokens_after: tuple[int, ...] | None = None
     """Number of tokens after each document, including its end token; None: unknown, or only the end token."""
+    targets: Annotated[int, Meta(ge=0)] | None = None
+    """Number of tokens that completions consist of, as targets.bin marks them; None: there are no marks."""
+    targets_sha256: str | None = None
+    """SHA-256 of targets.bin."""
 
     @property
     def sha256(self) -> str:
@@ -270,6 +276,7 @@ class DataFolder:
         self.settings = folder / "tokenizer_config.json"
         self.tokens = folder / "tokens.bin"
         self.index = folder / "tokens.idx"
+        self.targets = folder / "targets.bin"
         self.description = folder / "data.json"
         self.arrays = folder / "images.npy", folder / "features.npy"
         self.unfinished = folder / "unfinished"

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, cached_property, lru_cache
 from pkgutil import resolve_name
 from typing import Any
@@ -17,6 +18,7 @@ from shardwright.models.registry import FAMILIES
 from shardwright.types import EMBEDDING, HEAD, Attention, Model, Strategy, base_type
 from shardwright_train.data.objectives import Causal, Classification, Text
 from shardwright_train.data.share import POSITIONS, Batch
+from shardwright_train.data.split import LossOn
 from shardwright_train.models.configuration import parse
 from shardwright_train.models.initial_weights import Filling, low_rank_fillings, with_low_rank
 from shardwright_train.models.masks import Places, alibi_mask, alibi_slopes, mask_for, window_mask
@@ -154,12 +156,16 @@ class Family:
         """The default objective of a described model."""
         return self.objective.from_config(self.configuration(model), model.sequence_length)
 
-    def trained_on(self, model: Model, asked: str | None) -> Text | Classification:
-        """The objective of a run that requests `asked`; raises BadInput if the model does not have it."""
+    def trained_on(self, model: Model, asked: str | None, loss_on: LossOn | None = None) -> Text | Classification:
+        """The objective of a run that requests `asked` and `loss_on`; raises BadInput if the model does not have it."""
         if asked is not None and asked not in self.objectives:
             raise BadInput(f"--objective {asked}", f"a {model.family} model does not support it", "leave it out")
+        if loss_on is LossOn.COMPLETIONS and not (issubclass(self.objective, Text) and self.objective.learns_part):
+            problem = f"a {model.family} model does not learn a part of a text"
+            raise BadInput("--loss-on completions", problem, "leave it out")
         if not self.objectives:
-            return self.learns(model)
+            learned = self.learns(model)
+            return learned if loss_on is None or not isinstance(learned, Text) else replace(learned, loss_on=loss_on)
         name = asked or next(iter(self.objectives))
         try:
             return self.objectives[name].from_config(self.configuration(model), model.sequence_length)

@@ -6,8 +6,9 @@ from msgspec.structs import replace
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from shardwright.io import BadInput
 from shardwright.models.config_keys import wrong_values
-from shardwright.models.description import Contents, described_model
+from shardwright.models.description import Contents, described_model, usual_length
 from shardwright.models.facts import Family as Facts
 from shardwright.types import EMBEDDING, HEAD, Model, Parameter
 from shardwright_train.models.base import Family
@@ -15,8 +16,8 @@ from shardwright_train.models.configuration import check_only, check_sizes
 from shardwright_train.parallel.sharding_rules import cuts
 
 
-def describe(family: Family, config: dict[str, Any], name: str, sequence_length: int) -> Model:
-    """Describe the model of a config.json.
+def describe(family: Family, config: dict[str, Any], name: str, sequence_length: int | None) -> Model:
+    """Describe the model of a config.json for samples of a length in tokens; None: the usual one.
 
     Raises ValueError saying what in the configuration cannot be trained.
     """
@@ -25,6 +26,12 @@ def describe(family: Family, config: dict[str, Any], name: str, sequence_length:
         raise ValueError(wrong)
     parsed = family.configured(config)
     check_only(config, facts)
+    if sequence_length is None:
+        sequence_length = usual_length(
+            facts, facts.completed(facts.of_layer(EMBEDDING, facts.configured(vars(parsed))))
+        )
+    if sequence_length is None:
+        raise BadInput("--sequence-length", "config.json does not say how long samples are", "give it, in tokens")
     check_sizes(parsed, facts, sequence_length)
     stock = family.skeleton(parsed)
     family.objective.from_config(stock.config, sequence_length)

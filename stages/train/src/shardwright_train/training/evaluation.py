@@ -52,7 +52,7 @@ class ValidationData:
 
 def open_validation(job: RunOptions, plan: Plan) -> ValidationData | None:
     """The validation data of a run, or None; raises BadInput if evaluation is impossible."""
-    objective = family_named(plan.model.family, job.plan).trained_on(plan.model, job.objective)
+    objective = family_named(plan.model.family, job.plan).trained_on(plan.model, job.objective, job.loss_on)
     if job.valid_data is not None:
         batches: Batches = objective.open(job.valid_data, _SEED, boundaries=job.boundaries)
     elif job.valid_fraction:

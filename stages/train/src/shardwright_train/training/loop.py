@@ -144,7 +144,7 @@ def _agreed_inputs(job: RunOptions, plan: Plan, world: World) -> tuple[Batches, 
         check_device(plan, world, job.plan)
         family = family_named(plan.model.family, job.plan)
         check_kernels(plan, family, world.device, job.plan, by_document=job.reset_attention_mask)
-        objective = family.trained_on(plan.model, job.objective)
+        objective = family.trained_on(plan.model, job.objective, job.loss_on)
         batches = objective.open(job.data, job.seed, SplitPart(Split.TRAIN, job.fractions), job.boundaries)
         validation = open_validation(job, plan)
         if world.rank == 0:

@@ -21,7 +21,8 @@ from shardwright.types import EMBEDDING, HEAD, LOW_RANK, Model, Parameter
 from shardwright_train.checkpoints.tensors import read_tensors, saved_dtypes
 from shardwright_train.models.base import Family
 from shardwright_train.parallel.data import torch_dtype
-from shardwright_train.weights.stored import AGAIN, FLOATS, Stored, header
+from shardwright_train.weights.quantized import Stored
+from shardwright_train.weights.stored import AGAIN, FLOATS, header
 
 PREFIX = "base_model.model."
 """What peft puts before the stock model's names of modules."""

@@ -18,6 +18,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, rename_source_key
 
 from shardwright.io import BadInput, check_regular, read_object, sha256_of_file, sha256_of_value
+from shardwright.models.alike import QUANTIZED
 from shardwright.models.alike import read_config as read_keys_of
 from shardwright.models.config_keys import without_notes
 from shardwright.plan.layout import Box
@@ -26,11 +27,11 @@ from shardwright_train.models.base import Family
 from shardwright_train.models.configuration import check_only
 from shardwright_train.parallel.world import World
 from shardwright_train.weights.adapter import AdapterTensor, open_adapter
+from shardwright_train.weights.quantized import Stored, with_values
 from shardwright_train.weights.stored import (
     FLOATS,
     Pieces,
     Source,
-    Stored,
     header,
     piece_shape,
     row_ranges,
@@ -48,10 +49,6 @@ _SHOWN = 8
 _AGAIN = "fetch the folder again"
 _FREE = re.compile(r"(initializer|summary|pooler|output)_.*|.*_token_id|use_cache|pretraining_tp|.*dropout.*")
 """Keys of a configuration that do not affect what its weights compute."""
-_QUANTIZED = ("_blocks", "_scales")
-"""Ends of the names of the two tensors that hold a matrix in MXFP4 (Rouhani et al. 2023)."""
-_OF_FP8 = "_scale_inv"
-"""End of the name of the scales of a matrix in blocks of FP8."""
 _BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers that older files of transformers hold in addition to parameters."""
 _REMEDY = "describe the model from this folder and plan for that"
@@ -145,7 +142,8 @@ class Weights:
     @property
     def files(self) -> tuple[Path, ...]:
         """The files that parameters are read from, in the order of their names."""
-        return tuple(sorted({stored.file for stored in self._all}))
+        of_scales = {stored.scales.file for stored in self._all if stored.scales is not None}
+        return tuple(sorted({stored.file for stored in self._all} | of_scales))
 
     @property
     def _all(self) -> Iterator[Stored]:
@@ -154,7 +152,7 @@ class Weights:
 
     def notes(self, kept_in: str) -> list[str]:
         """Messages for the user: newly drawn parameters, ignored keys, and a change of format."""
-        dtypes = {FLOATS[stored.dtype] for stored in self._all}
+        dtypes = {FLOATS[each.dtype] if each.scales is None else each.scales.format for each in self._all}
         notes = [f"newly initialized: {listed(self.new)}"] if self.new else []
         notes += [f"not used: {listed(self.surplus)}"] if self.surplus else []
         return notes + ([f"stored in {listed(dtypes)}, kept in {kept_in}"] if dtypes - {kept_in} else [])
@@ -195,7 +193,8 @@ def open_weights(folder: Path, model: Model, family: Family, allow_new: bool, ad
     Raises BadInput in one line for a configuration or a shape that is not the model's, for parameters that are missing,
     and for surplus ones inside its blocks.
     """
-    _check_configuration(folder / CONFIG, read_config(folder), model, family)
+    config = read_config(folder)
+    _check_configuration(folder / CONFIG, config, model, family)
     stock: Any = family.stock_model(model)
     shapes = {name: tuple(x.shape) for name, x in stock.state_dict().items()}
     aliases: dict[str, str] = dict(stock.all_tied_weights_keys)
@@ -205,9 +204,7 @@ def open_weights(folder: Path, model: Model, family: Family, allow_new: bool, ad
     pieces: dict[str, Pieces] = {}
     held = tensors_of_files(family, shapes)
     file_shapes = {name: stacked_shape(parts.values()) for name, parts in held.items()}
-    stored_by_key = stored_tensors(folder)
-    _check_unquantized(folder, stored_by_key)
-    for key, stored in stored_by_key.items():
+    for key, stored in with_values(folder / CONFIG, config.get(QUANTIZED), stored_tensors(folder)).items():
         # A file may be older than transformers, or of the base model without a head.
         name, pattern = rename_source_key(key, renamings, converters, stock.base_model_prefix, file_shapes)
         source = source_of(pattern, converters)
@@ -272,21 +269,9 @@ def _check_form(stored: Stored, shape: tuple[int, ...]) -> None:
     if stored.shape != shape:
         problem = f"{stored.key} has the shape {list(stored.shape)}, the model's is {list(shape)}"
         raise BadInput(stored.file, problem, _REMEDY)
-    if stored.dtype not in FLOATS:
+    if stored.dtype not in FLOATS and stored.scales is None:
         problem = f"{stored.key} is stored as {stored.dtype}, which cannot be trained"
         raise BadInput(stored.file, problem, f"store it as one of {', '.join(FLOATS)}")
-
-
-def _check_unquantized(folder: Path, keys: Iterable[str]) -> None:
-    """Raise BadInput if a folder holds matrices in MXFP4 or blocks of FP8, as gpt-oss and DeepSeek-V3 are published."""
-    keys = tuple(keys)
-    if scales := [key for key in keys if key.endswith(_OF_FP8)]:
-        problem = f"holds {scales[0]}: its weights are in FP8, which are not read here"
-        raise BadInput(folder, problem, "have transformers dequantize the model, and save it in bfloat16")
-    if quantized := [key for key in keys if key.endswith(_QUANTIZED)]:
-        problem = f"holds {quantized[0]} in MXFP4, which cannot be trained"
-        remedy = "have transformers load it with Mxfp4Config(dequantize=True) and save it in bfloat16"
-        raise BadInput(folder, problem, remedy)
 
 
 def _missing(folder: Path, missing: set[str], head: set[str], allow_new: bool) -> tuple[str, ...]:
@@ -320,9 +305,8 @@ def _read(stored: Stored, window: Tensor, shape: Sequence[int], box: Box) -> Non
         return
     try:
         with safe_open(stored.file, "pt") as opened:
-            tensor = opened.get_slice(stored.key)
             for place, part in _parts(tuple(shape), stored.shape, box):
-                window[place].copy_(tensor[_moved(part, stored.first)])
+                window[place].copy_(stored.part(opened, _moved(part, stored.first)))
     except (SafetensorError, OSError) as error:
         raise BadInput(stored.file, f"{stored.key} cannot be read ({error})", "fetch the folder again") from None
 

@@ -17,21 +17,11 @@ from transformers.core_model_loading import Concatenate, MergeModulelist
 from shardwright.io import BadInput, system_fault
 from shardwright.plan.layout import Box
 from shardwright_train.models.base import Family
+from shardwright_train.weights.quantized import Stored
 
 AGAIN = "fetch the folder again"
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """The formats that tensors of files may have, by their names there."""
-
-
-class Stored(NamedTuple):
-    """A tensor of a file, or some of its rows, according to the file's header; `dtype` is safetensors' name."""
-
-    file: Path
-    key: str
-    shape: tuple[int, ...]
-    dtype: str
-    first: int = 0
-    """Number of its first row in the file's tensor."""
 
 
 def header(file: Path) -> dict[str, Stored]:
@@ -161,7 +151,7 @@ class Pieces(NamedTuple):
                 with safe_open(file, "pt") as opened:
                     for place, at, inside in group:
                         part = tuple(slice(low, high) for low, high in inside)
-                        window[at].copy_(opened.get_slice(self.tensors[place].key)[part])
+                        window[at].copy_(self.tensors[place].part(opened, part))
             except (SafetensorError, OSError) as error:
                 raise BadInput(file, f"cannot be read ({error})", "fetch the folder again") from None
 
