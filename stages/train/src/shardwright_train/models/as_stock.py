@@ -6,6 +6,7 @@ forward pass is written anew, so that what `flow` finds to run one by one comput
 """
 
 import copy
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property, lru_cache
@@ -259,6 +260,8 @@ class AsStock(Family):
 @cache
 def as_stock(kind: str) -> AsStock:
     """The runtime of a type of transformers."""
+    # Of defaults of classes, which a configuration replaces, transformers warns in many lines.
+    logging.getLogger("transformers").setLevel(logging.ERROR)
     stock = stock_class(kind)
     others = tuple(each for each in Attention if each.value not in ("auto", "eager", plain_kernel(stock)))
     return AsStock(_facts(kind, stock.__name__, others), stock)

@@ -23,6 +23,8 @@ from shardwright_train.torch_private import FakeTensorMode, TorchDispatchMode, s
 _TRIED = (2, 3)
 """Samples of the two passes: what grows from one to the other is of samples."""
 
+_USUAL_DIMS = 3
+
 _Label = str | int
 """What a tensor was made from: tokens, weights outside of blocks, the embedding's modules, or a block by its number."""
 _TOKENS, _WEIGHTS, _EMBEDDED = "tokens", "weights", "embedded"
@@ -71,14 +73,23 @@ class Flow(NamedTuple):
         """The dim of the states that counts samples."""
         return self.states.each.index(1)
 
+    @property
+    def _is_usual(self) -> bool:
+        """Whether states are [samples, positions, features] as they are."""
+        return self.samples == 0 and len(self.states.each) == _USUAL_DIMS
+
     def handed_on(self, states: Tensor, length: int) -> Tensor:
         """The states of a block [samples, positions, features], whatever form the stock model gives them."""
+        if self._is_usual and states.shape[1] == length:
+            return states
         moved = states.movedim(self.samples, 0)
-        return moved.reshape(len(moved), length, -1)
+        return moved.reshape(len(moved), length, -1).clone()  # a view would be no output of a pipeline stage
 
     def given(self, states: Tensor) -> Tensor:
         """States [samples, positions, features] in the form that the stock model's blocks are given."""
         inner = [fixed for fixed, each in zip(self.states.fixed, self.states.each, strict=True) if not each]
+        if self._is_usual and [*states.shape[1:]] == inner:
+            return states
         return states.reshape(len(states), *inner).movedim(0, self.samples)
 
 

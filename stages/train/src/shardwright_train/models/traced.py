@@ -32,6 +32,8 @@ from shardwright_train.torch_private import FakeTensorMode, tree_leaves
 
 STATES = "hidden_states"
 _LAYERS = "num_hidden_layers"
+_TOKENS = frozenset(("bos_token_id", "eos_token_id", "pad_token_id"))
+"""Notes of generation that classes read: the row of padding has no gradient."""
 _MOST_MODULES = 200_000
 """Modules of a stock model: DeepSeek-V3, were each of its experts a module, would have 60,000."""
 UNDIVIDED = "undivided_blocks"
@@ -314,7 +316,8 @@ def _model(config: Mapping[str, Any], name: str, length: int, whole: Whole, foun
         HEAD: _head_type(_described(head), found, length),
     }
     pairs = tuple((one, other) for other, p in head.items() for one, q in embedding.items() if p is q)
-    kept = {key: value for key, value in config.items() if key not in NOTES and not _is_default(config, key)}
+    noted = NOTES - _TOKENS
+    kept = {key: value for key, value in config.items() if key not in noted and not _is_default(config, key)}
     return Model(
         name=name,
         family=config["model_type"],
@@ -367,19 +370,21 @@ def _ends(whole: Whole, found: _Pass) -> tuple[dict[str, nn.Parameter], dict[str
 
 
 def _described(parameters: Mapping[str, nn.Parameter]) -> tuple[Parameter, ...]:
-    return tuple(Parameter(name=name, shape=tuple(parameter.shape)) for name, parameter in parameters.items())
+    return tuple(
+        Parameter(name=name, shape=tuple(p.shape), frozen=UNSET if p.requires_grad else True)
+        for name, p in parameters.items()
+    )
 
 
 def _parameters(block: nn.Module) -> tuple[Parameter, ...]:
     """The parameters of a block, and the buffers that files have."""
-    parameters = [Parameter(name=name, shape=tuple(p.shape)) for name, p in block.named_parameters()]
     files, buffers = block.state_dict(), dict(block.named_buffers())
     kept = [
         Parameter(name=name, shape=tuple(b.shape), buffer=True, frozen=True)
         for name, b in buffers.items()
         if name in files and b.dim()
     ]
-    return (*parameters, *kept)
+    return (*_described(dict(block.named_parameters())), *kept)
 
 
 def _layer_type(

@@ -168,7 +168,7 @@ def apply_tensor_parallel(
             cut = cut_of[f"{module_name}.{name}".lstrip(".")]
             full = module.get_parameter(name).detach()
             part = full.new_empty(cut.part_shape(tensor_parallel.axes.dense))
-            module.register_parameter(name, made.setdefault(own[name], nn.Parameter(part)))
+            module.register_parameter(name, made.setdefault(own[name], nn.Parameter(part, own[name].requires_grad)))
             rules[cut.rule] = None
             if tensor_parallel.size > 1 and cut.tp_dim is None and (cut.inside or tensor_parallel.sums_outside):
                 partial.add(cut.name)
