@@ -5,16 +5,19 @@ The stock class computes in float64 here whatever it asks for, since in float32 
 
 import json
 import sys
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, wraps
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from parity_worker import SETTINGS, worst
+from parity_worker import SETTINGS as USUAL
+from parity_worker import worst
 from random_plans import cluster_of, precision_of
 from tiny_models import batch_of, engine_of, initial_stock, named_parameters
+from tiny_types import TOKENS
 from torch import Tensor, nn
 
 from shardwright.plan.layout import parameter_box
@@ -41,32 +44,42 @@ from shardwright_train.pipeline.stage import Stage
 __all__ = ["LENGTH", "Prepared", "compute_in_float64", "main", "plans_of", "prepared"]
 
 LENGTH, STEPS, SAMPLES = 16, 2, 4
+SETTINGS = replace(USUAL, eps=1e-4)
+"""With the usual eps, AdamW would make 1e-8 of a difference of 1e-16 in gradients that are almost 0."""
 
 
 def compute_in_float64() -> None:
-    """Let nothing in transformers round to float32 in this process."""
-    convert, narrow, plain, softmax = torch.Tensor.to, torch.Tensor.float, torch.Tensor.type, nn.functional.softmax
+    """Let nothing that transformers calls round to float32 in this process."""
+    for owner, names in _WITH_DTYPE.items():
+        for name in names:
+            setattr(owner, name, _wide(getattr(owner, name)))
+    narrow = torch.Tensor.float
+    torch.Tensor.float = lambda self, *args, **kwargs: (  # type: ignore[method-assign]
+        self.double() if _called_by_transformers() else narrow(self, *args, **kwargs)
+    )
 
-    def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+
+_WITH_DTYPE: dict[Any, tuple[str, ...]] = {
+    torch.Tensor: ("to", "type", "sum", "mean", "softmax", "cumsum"),
+    torch: ("sum", "mean", "softmax", "cumsum", "zeros", "ones", "full", "zeros_like", "ones_like"),
+    nn.functional: ("softmax", "log_softmax"),
+}
+"""Functions that take a format."""
+
+
+def _wide(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
         if _called_by_transformers():
             args = tuple(torch.float64 if x is torch.float32 else x for x in args)
             kwargs = {key: torch.float64 if x is torch.float32 else x for key, x in kwargs.items()}
-        return convert(self, *args, **kwargs)
+        return function(*args, **kwargs)
 
-    def wide(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return self.double() if _called_by_transformers() else narrow(self, *args, **kwargs)
-
-    def typed(self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return plain(self, torch.float64 if dtype is torch.float32 else dtype, *args, **kwargs)
-
-    torch.Tensor.type = typed  # type: ignore[method-assign, assignment]
-    torch.Tensor.float = wide  # type: ignore[method-assign]
-    torch.Tensor.to = to  # type: ignore[method-assign, assignment]
-    nn.functional.softmax = lambda x, dim=-1, dtype=None, **_: softmax(x, dim)  # type: ignore[assignment]
+    return called
 
 
 def _called_by_transformers() -> bool:
-    return sys._getframe(2).f_globals["__name__"].startswith("transformers.")
+    return str(sys._getframe(2).f_globals["__name__"]).startswith("transformers.")
 
 
 def plans_of(model: Model) -> tuple[Plan, ...]:
@@ -119,6 +132,7 @@ class _Reference:
 
     def __init__(self, model: Model, batches: Sequence[Batch]) -> None:
         stock = initial_stock(model)
+        _check_causal(stock, batches[0]["tokens"])
         self.named = named_parameters(stock, model)
         learned = [p for p in self.named.values() if p.requires_grad]
         decayed = [p for n, p in self.named.items() if p.requires_grad and p.dim() > 1 and not n.endswith("bias")]
@@ -154,6 +168,15 @@ class _Reference:
         return found
 
 
+def _check_causal(stock: nn.Module, tokens: Tensor) -> None:
+    """Raise AssertionError if a position's logits depend on a later token, which would be its label."""
+    others = tokens.clone()
+    others[:, -1] = (others[:, -1] + 1) % TOKENS
+    with torch.no_grad():
+        one, other = (stock(**calling(stock.forward, each)).logits[:, :-1] for each in (tokens, others))
+    assert torch.allclose(one, other, rtol=1e-9, atol=1e-9), "positions see later tokens"
+
+
 def _compare(plan: Plan, batches: Sequence[Batch], reference: _Reference, groups: Groups, world: World) -> float:
     engine = engine_of(plan, world, groups, settings=SETTINGS)
     stage, errors = engine.stage, list[float]()
@@ -182,7 +205,6 @@ class Prepared(NamedTuple):
 @cache
 def prepared(config_file: str) -> Prepared | str:
     """The model of a config.json and its reference; or why it is refused, as the runtime says it."""
-    compute_in_float64()
     config = json.loads(Path(config_file).read_bytes())
     try:
         model = describe_by_trace(config, "tiny", LENGTH)
@@ -190,6 +212,7 @@ def prepared(config_file: str) -> Prepared | str:
         return f"not described: {error}"
     if (problem := as_stock(model.family).problem(model)) is not None:
         return problem
+    compute_in_float64()
     torch.set_default_dtype(torch.float64)
     batches = [batch_of(model, SAMPLES, seed) for seed in range(STEPS)]
     return Prepared(model, batches, _Reference(model, batches))

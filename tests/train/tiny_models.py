@@ -223,6 +223,8 @@ def stock_model(model: Model, attention: str | None = None) -> nn.Module:
     if isinstance(family, AsStock):
         config._experts_implementation = "eager"
         traced: nn.Module = family.stock(config)
+        for parameter in (p for p in traced.parameters() if p.is_floating_point()):
+            parameter.data = parameter.data.to(torch.get_default_dtype())  # some classes have float32 for some
         return traced
     if model.family == "baichuan":
         return BaichuanForCausalLM(BaichuanConfig(**model.config, **family.facts.counted(model.layers, model.config)))

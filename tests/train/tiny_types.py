@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from shardwright_train.models.traced import stock_class
 
-__all__ = ["TYPES", "tiny_config"]
+__all__ = ["TOKENS", "TYPES", "tiny_config"]
 
 TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 LAYERS, WIDTH, HEADS, HEAD, TOKENS, INNER, EXPERTS = 4, 64, 4, 16, 128, 96, 8
@@ -132,6 +132,7 @@ _INDEXER = {
     "indexer_compress_ratio": 2,
 }
 _OTHERWISE: dict[str, dict[str, Any]] = {
+    "big_bird": {"attention_type": "original_full"},  # the sparse one is of 64 positions and more
     "cohere_compass_text": {
         "layer_types": None,
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}},

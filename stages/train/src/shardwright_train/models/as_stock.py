@@ -72,9 +72,6 @@ class AsStock(Family):
                 return "is_decoder is false: its positions see the tokens that they predict"
             if getattr(config, "output_router_logits", False):
                 return "output_router_logits adds a loss of its routers, which is not computed here"
-            for key, value in config.to_dict().items():
-                if "layerdrop" in key and value:
-                    return f"{key} {value} leaves out layers at random"
             flow_of(model)
             first = [f"layers[{model.layers.index(kind)}]" for kind in dict.fromkeys(model.layers)]
             for layer in (EMBEDDING, *first, HEAD):
@@ -325,7 +322,9 @@ def _parameters_on_meta(values: dict[int, Tensor]) -> Iterator[None]:
     def moved(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
             return None
-        there = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        # A plan has one format for all parameters, whatever a class has for some.
+        dtype = torch.get_default_dtype() if parameter.is_floating_point() else parameter.dtype
+        there = nn.Parameter(parameter.to("meta", dtype), parameter.requires_grad)
         if parameter.numel() <= _SMALL:
             values[id(there)] = parameter.detach().clone()
         return there
@@ -523,7 +522,8 @@ class Arguments:
             return compute
 
         behind = {path: _StandIn(whole.model.get_submodule(path), _absent(path)) for path in flow.head}
-        self._model = _stands_in(whole, behind | _zeros_of(whole, flow, self._now, dtype), block).to(device)
+        # In evaluation: a pass that drops something of no states would draw the numbers that a block is to draw.
+        self._model = _stands_in(whole, behind | _zeros_of(whole, flow, self._now, dtype), block).to(device).eval()
 
     def of(self, number: int, tokens: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a block for tokens [samples, positions], with zeros in the place of hidden states."""

@@ -33,7 +33,7 @@ class WithLoss(NamedTuple):
 
 
 _REFUSALS = (
-    *(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError),
     StrictDataclassError,
 )
 
