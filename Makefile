@@ -64,8 +64,9 @@ test-browser: $(STAMP) ## pages in a real browser, 1,280 and 420 pixels wide: De
 	@tests/browser/chromium.sh
 	@python -m pytest -q tests/browser $(PYTEST)
 
-parity: $(STAMP) ## random plans of every family on 2, 4 and 8 ranks against one process, in float64 (half an hour)
+parity: $(STAMP) ## random plans of every family on 2, 4 and 8 ranks, and every causal type of transformers as its stock class on 2, against one process, in float64 (an hour; types go on where they were cut)
 	@python tests/train/run_parity.py
+	@python tests/train/run_types.py
 
 compiled: $(STAMP) ## a plan of every family under torch.compile against one process, in float32 (minutes)
 	@python tests/train/run_compiled.py

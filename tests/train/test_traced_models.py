@@ -136,7 +136,7 @@ def test_the_planner_asks_the_stage_that_trains(folder):
     asked = AdviseOptions(model=str(folder), gpus="1x2:H100-SXM", seq=32)
     assert model_of(asked)[0].types["block"].traced.kernels > 10
     (note,) = config_notes(asked)
-    assert note.endswith("'starcoder2' is described by a trace; train run does not train it")
+    assert note.endswith("'starcoder2' is described by a trace of its stock class")
     config = json.loads((folder / "config.json").read_text())
     assert search_traced.is_traced(config)
     found = search_traced.traced_model(folder / "config.json", config, "starcoder", 32)

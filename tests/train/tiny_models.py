@@ -17,7 +17,8 @@ from shardwright.types import Model, Plan
 from shardwright_train.data.share import Batch
 from shardwright_train.engine.engine import Engine, build_engine
 from shardwright_train.engine.learning_rate import ANY, Hyperparameters
-from shardwright_train.models.base import family_named
+from shardwright_train.models.as_stock import AsStock
+from shardwright_train.models.base import family_named, family_of
 from shardwright_train.models.description import describe
 from shardwright_train.models.initial_weights import fill
 from shardwright_train.parallel.data import default_dtype
@@ -217,8 +218,14 @@ def tiny(family: str, **changes: Any) -> Model:
 
 def stock_model(model: Model, attention: str | None = None) -> nn.Module:
     """The stock model of a description."""
-    family = family_named(model.family, "test")
+    family = family_of(model, "test")
     config = family.configuration(model)
+    if isinstance(family, AsStock):
+        config._experts_implementation = "eager"
+        traced: nn.Module = family.stock(config)
+        for parameter in (p for p in traced.parameters() if p.is_floating_point()):
+            parameter.data = parameter.data.to(torch.get_default_dtype())  # some classes have float32 for some
+        return traced
     if model.family == "baichuan":
         return BaichuanForCausalLM(BaichuanConfig(**model.config, **family.facts.counted(model.layers, model.config)))
     # Stock gpt-oss has sinks in the eager kernel alone.
@@ -239,7 +246,7 @@ def named_parameters(stock: nn.Module, model: Model) -> dict[str, nn.Parameter]:
 
 def initial_stock(model: Model, dtype: torch.dtype | None = None) -> nn.Module:
     """The stock model with the weights of seed 0, rounded to a format, as transformers reads files in it."""
-    family = family_named(model.family, "test")
+    family = family_of(model, "test")
     with default_dtype(dtype or torch.get_default_dtype()):
         stock = stock_model(model)
     state: dict[str, Tensor] = {}
@@ -256,7 +263,7 @@ def initial_stock(model: Model, dtype: torch.dtype | None = None) -> nn.Module:
 
 def initial_layer(model: Model, layer: str, seed: int = 0) -> dict[str, Tensor]:
     """The initial weights of a layer, whole, by their names in it."""
-    family = family_named(model.family, "test")
+    family = family_of(model, "test")
     with torch.device("meta"):
         module = family.build(model, layer)
     found = {name: torch.empty(x.shape) for name, x in module.named_parameters()}
@@ -298,7 +305,7 @@ def _logits_of_documents(stock: nn.Module, batch: Batch, sample: int) -> Tensor:
 def batch_of(model: Model, samples: int, seed: int) -> Batch:
     """A batch of random inputs."""
     generator = torch.Generator().manual_seed(seed)
-    return family_named(model.family, "test").learns(model).random_batch(samples, generator)
+    return family_of(model, "test").learns(model).random_batch(samples, generator)
 
 
 def engine_of(
@@ -310,7 +317,7 @@ def engine_of(
     updates: int = 0,
 ) -> Engine:
     """This rank's part of a plan, with the weights of seed 0."""
-    family = family_named(plan.model.family, "plan")
+    family = family_of(plan.model, "plan")
     context = RankContext(
         plan=plan,
         family=family,

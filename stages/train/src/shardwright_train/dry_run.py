@@ -32,6 +32,7 @@ from shardwright.types.hardware_profile import Collective
 from shardwright_train.data.share import DOCUMENTS
 from shardwright_train.engine.engine import build_engine
 from shardwright_train.models.base import Family
+from shardwright_train.models.stock import with_memory
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.pipeline.layer import RankContext
@@ -112,7 +113,7 @@ def simulate_step(
             # One copy on the device: a tensor with data would be another at each use.
             step = replace(step, batch={name: fake.from_tensor(x) for name, x in step.batch.items()})
             for chunk in engine.stage.chunks:
-                chunk.to_empty(device=device)
+                with_memory(chunk, device)
             for parameter in engine.stage.parameters_by_name().values():
                 resident.follow(parameter)
             parameters = resident.now

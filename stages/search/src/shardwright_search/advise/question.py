@@ -306,7 +306,7 @@ def config_notes(options: AdviseOptions) -> tuple[str, ...]:
     file = _config_file(Path(options.model))
     config = read_object(file)
     if options.taken_as is None and is_traced(config):
-        return (f"{file}: model_type {config['model_type']!r} is described by a trace; train run does not train it",)
+        return (f"{file}: model_type {config['model_type']!r} is described by a trace of its stock class",)
     read = read_config(config, file, options.taken_as)
     _, ignored = without_notes(FAMILIES[read.config["model_type"]], read.config)
     return tuple(f"{file}: {note}" for note in (*read.notes, ignored) if note is not None)

@@ -93,11 +93,11 @@ def check(options: CheckOptions) -> None:
     from rich.console import Console
 
     from shardwright_train.dry_run import check_roles, print_checks, raise_if_too_large
-    from shardwright_train.models.base import family_named
+    from shardwright_train.models.base import family_of
 
     plan = read_document(options.plan, Plan)
     check_supported(plan, options.plan)
-    family = family_named(plan.model.family, options.plan)
+    family = family_of(plan.model, options.plan)
     if options.reset_attention_mask and not family.learns(plan.model).keeps_boundaries:
         raise BadInput("--reset-attention-mask", "samples of this family have no documents", "leave it out")
 
@@ -105,7 +105,7 @@ def check(options: CheckOptions) -> None:
         print(f"simulated {done} of {total} roles", file=sys.stderr, flush=True)
 
     shares = () if options.data is None else _document_shares(plan, options.data, options.reset_attention_mask)
-    runnable, attention = without_devices(plan)
+    runnable, attention = without_devices(plan, family.plain_kernel)
     checks = check_roles(runnable, family, attention, progress, options.reset_attention_mask)
     printed = StringIO()
     is_terminal = sys.stdout.isatty()
@@ -119,11 +119,11 @@ def _document_shares(plan: Plan, data: Path, separates: bool) -> tuple[str, ...]
     """A line for each cp_size of a plan of how unequal documents leave the attention of its ranks."""
     from shardwright_train.data.document_pairs import document_warnings
     from shardwright_train.data.split import Boundaries
-    from shardwright_train.models.base import family_named
+    from shardwright_train.models.base import family_of
 
     if not separates:
         raise BadInput("--data", "a sample's documents see one another without --reset-attention-mask", "pass both")
-    objective = family_named(plan.model.family, plan.name).trained_on(plan.model, None)
+    objective = family_of(plan.model, plan.name).trained_on(plan.model, None)
     return document_warnings(plan, objective.open(data, 0, boundaries=Boundaries(reset_attention_mask=True)))
 
 
@@ -149,6 +149,9 @@ def describe_folder(
 
     # One line says what is wrong. Importing transformers sets its level, so this comes after.
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    if adapter is not None and taken_as is None and is_traced(given):
+        problem = f"{given['model_type']!r} is known by a trace, which does not say where low-rank matrices go"
+        raise BadInput("--lora", problem, "train the whole model, or a family of `shardwright models`")
     try:
         if taken_as is None and is_traced(given) and not has_images(given):
             config, notes = without_format(given)

@@ -90,9 +90,9 @@ def _check_weights(options: RunOptions, weights: Path, plan: Plan) -> None:
             weights, "a branch starts from the weights of its checkpoint", "leave out --weights or --resume-from"
         )
     with without_collection():
-        from shardwright_train.models.base import family_named
+        from shardwright_train.models.base import family_of
         from shardwright_train.weights.reading import open_weights
-    family = family_named(plan.model.family, options.plan)
+    family = family_of(plan.model, options.plan)
     opened = open_weights(weights, plan.model, family, options.new_weights, options.adapter)
     for note in opened.notes(plan.precision.parameters):
         print(f"{weights}: {note}", file=sys.stderr, flush=True)
@@ -124,8 +124,8 @@ def _check_learning_rates(options: RunOptions, plan: Plan) -> None:
     """Raise BadInput if a learning rate factor is malformed or matches no parameter, before ranks are started."""
     factors = tuple(map(LearningRateFactor.parse, options.learning_rate_factor))
     with without_collection():
-        from shardwright_train.models.base import family_named
-    check_patterns(factors, family_named(plan.model.family, options.plan).stock_names(plan.model))
+        from shardwright_train.models.base import family_of
+    check_patterns(factors, family_of(plan.model, options.plan).stock_names(plan.model))
 
 
 def start_measure(options: MeasureOptions) -> None:

@@ -13,7 +13,7 @@ from shardwright.plan.axes import Axis, ParameterAxes
 from shardwright.types import ExpertMeasurement, ExpertProbe, Model, Plan, Recompute
 from shardwright_train.measurement.profiles import record_memory
 from shardwright_train.measurement.timing import clock_for, reference_time_s
-from shardwright_train.models.base import Family, family_named
+from shardwright_train.models.base import Family, family_of
 from shardwright_train.models.experts import Sparse, Unseen
 from shardwright_train.options import MeasureJob
 from shardwright_train.parallel.checkpointing import Recomputation
@@ -72,7 +72,7 @@ class _Run:
     @classmethod
     def build(cls, plan: Plan, probe: ExpertProbe, device: torch.device) -> "_Run":
         model, dtype = plan.model, torch_dtype(plan.precision.compute)
-        family = family_named(model.family, plan.name)
+        family = family_of(model, plan.name)
         assert isinstance(family, Sparse)
         whole = model.types[probe.type].experts
         assert whole

@@ -35,7 +35,7 @@ from shardwright_train.measurement import timing
 from shardwright_train.measurement.experts import measure_experts
 from shardwright_train.measurement.profiles import record_memory, segments_of_memory, trace_file, traced
 from shardwright_train.models.attention_kernels import check_kernels, kernels_run, settle_attention
-from shardwright_train.models.base import family_named
+from shardwright_train.models.base import family_of
 from shardwright_train.options import MeasureJob
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.process_groups import Groups
@@ -116,7 +116,7 @@ def _agreed_kernels(plans: Sequence[Plan], world: World) -> tuple[str, ...]:
     def check() -> None:
         for plan in plans:
             check_device(plan, world, plan.name)
-            check_kernels(plan, family_named(plan.model.family, plan.name), world.device, plan.name)
+            check_kernels(plan, family_of(plan.model, plan.name), world.device, plan.name)
 
     world.together(check)
     return settle_attention(plans, world)
@@ -140,7 +140,7 @@ class _Runner:
         groups = Groups(world.device.type)
         if on_accelerator(world.device):
             torch.accelerator.reset_peak_memory_stats(world.device)
-        family = family_named(plan.model.family, plan.name)
+        family = family_of(plan.model, plan.name)
         generator = torch.Generator().manual_seed(0)
         context = RankContext(
             plan=plan,

@@ -17,7 +17,7 @@ from shardwright.launch.backend import on_accelerator
 from shardwright.models.traits import ATTENDED, SINK_FEATURES, Mask
 from shardwright.plan.axes import axes_of, layout_of
 from shardwright.types import EMBEDDING, FUSED_SDPA, HEAD, Attention, Heads, Model, Plan, Precision, base_type
-from shardwright_train.models.base import Family, family_named
+from shardwright_train.models.base import Family, family_of
 from shardwright_train.models.support import flash_attn_is_installed, flash_obstacle
 from shardwright_train.parallel.fused import fusible
 from shardwright_train.parallel.world import World
@@ -105,7 +105,7 @@ def kernels_run(plan: Plan, kernel: Attention, device: torch.device, *, by_docum
     """
     if kernel is not _MATH and kernel not in FUSED_SDPA:
         return ""
-    family = family_named(plan.model.family, plan.name)
+    family = family_of(plan.model, plan.name)
     trials = list(_trials(plan, family, device, by_document))
     with sdpa_kernel(list(_backends(kernel.value, device))):
         names = " and ".join(dict.fromkeys(sdpa_choice(*trial.tensors, **trial.settings) for trial in trials))
@@ -142,7 +142,7 @@ for _kernel in _ONLY:
 
 
 def _can(plan: Plan, kernel: Attention, device: torch.device, by_document: bool) -> bool:
-    family = family_named(plan.model.family, plan.name)
+    family = family_of(plan.model, plan.name)
     if kernel not in family.facts.kernels or (kernel is _FLASH and by_document):
         return False
     if kernel is Attention.SDPA:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import torch
+from msgspec import UNSET
 from torch import Tensor, nn
 
 from shardwright.io import BadInput
@@ -358,6 +359,14 @@ def _within(parameter: str, paths: tuple[str, ...]) -> bool:
 
 
 # Families by name: only the one asked for is imported, here and from transformers.
+
+
+def family_of(model: Model, file: object) -> Family:
+    """The family of a described model; raises BadInput as `family_named` does."""
+    if model.types[HEAD].traced is not UNSET:
+        made: Family = resolve_name(f"{__package__}.as_stock:as_stock")(model.family)
+        return made
+    return family_named(model.family, file)
 
 
 def family_named(name: str, file: object) -> Family:

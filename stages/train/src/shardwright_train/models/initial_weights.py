@@ -110,6 +110,8 @@ def fill(target: Tensor, fillings: Sequence[Filling], shape: Sequence[int], box:
     """
     digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
     target, words = target.detach(), np.frombuffer(digest[:16], np.uint64)
+    if not shape:
+        target, shape, box = target.view(1), (1,), ((0, 1),)
     for filling in fillings:
         low, high = filling.rows or (0, shape[0])
         inside = max(low, box[0][0]), max(low, box[0][0], min(high, box[0][1]))
@@ -122,7 +124,7 @@ def _fill(target: Tensor, distribution: Distribution, shape: Sequence[int], box:
         target.fill_(distribution.value)
         return
     if isinstance(distribution, Given):
-        target.copy_(distribution.values[tuple(slice(*bounds) for bounds in box)])
+        target.copy_(distribution.values.view(*shape)[tuple(slice(*bounds) for bounds in box)])
         return
     flat = target.view(-1) if target.is_contiguous() else target.new_empty(target.numel())
 

@@ -33,7 +33,7 @@ class WithLoss(NamedTuple):
 
 
 _REFUSALS = (
-    *(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError),
     StrictDataclassError,
 )
 
@@ -101,6 +101,22 @@ def skeleton(stock: Any, config: Any) -> Any:
         return stock(config)
 
 
+def with_memory(module: nn.Module, device: torch.device) -> nn.Module:
+    """Give parameters memory on a device, those with several names once; buffers that have values keep them."""
+    kept = {name: buffer.clone() for name, buffer in module.named_buffers() if not buffer.is_meta}
+    first: dict[nn.Parameter, str] = {}
+    names = {name: first.setdefault(p, name) for name, p in module.named_parameters(remove_duplicate=False)}
+    module.to_empty(device=device)
+    for name, one in names.items():
+        if name != one:
+            owner, _, own = name.rpartition(".")
+            module.get_submodule(owner).register_parameter(own, module.get_parameter(one))
+    for name, buffer in module.named_buffers():
+        if name in kept:
+            buffer.copy_(kept[name])
+    return module
+
+
 @contextmanager
 def refusals(problem: str = "transformers cannot build it") -> Iterator[None]:
     """Raise any error of transformers about a configuration as a ValueError of one line."""
@@ -119,17 +135,23 @@ _DRAWS: dict[str, Callable[..., Distribution]] = {
 }
 
 
+class UnknownFilling(RuntimeError):
+    """Initial weights that a class does not draw element by element from a known distribution."""
+
+
 def stock_fillings(module: nn.Module, initialize: Callable[[], object]) -> dict[str, tuple[Filling, ...]]:
     """How `initialize` fills each parameter of a module on the meta device, in order.
 
-    Raises RuntimeError naming a parameter that it leaves uninitialized or changes in an unknown way.
+    Parameters that have values keep them. Raises UnknownFilling naming a parameter that it leaves uninitialized or
+    changes in an unknown way.
     """
     fillings = _Noted(module)
     with fillings, _truncated_normal_noted(fillings):
         initialize()
     noted = {name: tuple(fillings) for name, fillings in fillings.by_name.items()}
-    if missing := [name for name in (*noted, *dict(module.named_buffers())) if not noted.get(name)]:
-        raise RuntimeError(f"{', '.join(missing)} of {type(module).__name__}: has no initial values")
+    held = [*module.named_parameters(), *module.named_buffers()]
+    if missing := [name for name, x in held if x.is_meta and not noted.get(name)]:
+        raise UnknownFilling(f"{', '.join(missing)} of {type(module).__name__}: has no initial values")
     return noted
 
 
@@ -146,18 +168,20 @@ class _Noted(TorchDispatchMode):
 
     def note(self, x: Tensor, distribution: Distribution) -> None:
         """Record that a part of a parameter is filled, and drop records that it overwrites."""
-        name, rows = next((name, rows) for part, name, rows in self._parts if part is x)
+        name, rows = next(((name, rows) for part, name, rows in self._parts if part is x), ("", None))
+        if not name:
+            raise UnknownFilling("initial weights of parts of a parameter are not known")
         if rows is None:
             self.by_name[name].clear()
         self.by_name[name].append(Filling(distribution, rows))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().partition(".")[0]
-        if name in _DRAWS:
+        if name in _DRAWS and args[0].is_meta:
             self.note(args[0], _DRAWS[name](*args[1:]))
             return args[0]
         if name.endswith("_") and args[0].is_meta:  # what has values is no parameter
-            raise RuntimeError(f"initial weights by {name} are not known")
+            raise UnknownFilling(f"initial weights by {name} are not known")
         made = func(*args, **(kwargs or {}))
         if name == "aten::select" and args[1] == 0:
             whole = next(name for part, name, _ in self._parts if part is args[0])

@@ -9,10 +9,11 @@ from msgspec import UNSET
 from shardwright.io import BadInput
 from shardwright.models.context import WITHOUT_FLASH, plan_obstacle
 from shardwright.models.mtp import mtp_layers
-from shardwright.models.registry import FAMILIES, facts_of
+from shardwright.models.registry import FAMILIES
 from shardwright.plan.axes import axes_of
 from shardwright.plan.supported_fields import check_fields
 from shardwright.types import FP8, HEAD, Attention, Plan
+from shardwright_train.imports import without_collection
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
 _MIXED_FLOAT16 = ("float32", "float16", "float32")
@@ -28,6 +29,10 @@ def check_supported(plan: Plan, file: object) -> None:
         raise BadInput(file, problem, "plan without --mtp, or export the plan to megatron")
     for problem, remedy in _beyond(plan):
         raise BadInput(file, problem, remedy)
+    if plan.model.types[HEAD].traced is not UNSET:
+        with without_collection():
+            from shardwright_train.models.as_stock import as_stock
+        as_stock(plan.model.family).check(plan, file)
 
 
 def check_installed(plan: Plan, file: object) -> None:
@@ -68,11 +73,10 @@ def flash_obstacle(plan: Plan) -> str | None:
     return None
 
 
-def without_devices(plan: Plan) -> tuple[Plan, str]:
-    """The plan that a dry run runs instead, uncompiled and without flash-attn, and its attention."""
-    plain = Attention.SDPA if Attention.SDPA in facts_of(plan.model).kernels else Attention.EAGER
-    here = plan.attention if plan.attention in (Attention.EAGER, Attention.SDPA_MATH) else plain
-    return msgspec.structs.replace(plan, fused=(), compile=False), here.value
+def without_devices(plan: Plan, plain: str) -> tuple[Plan, str]:
+    """The plan that a dry run runs instead, uncompiled and without flash-attn, and its attention; `plain` is usual."""
+    here = plan.attention.value if plan.attention in (Attention.EAGER, Attention.SDPA_MATH) else plain
+    return msgspec.structs.replace(plan, fused=(), compile=False), here
 
 
 def _beyond(plan: Plan) -> Iterator[tuple[str, str]]:

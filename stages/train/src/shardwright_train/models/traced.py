@@ -4,9 +4,11 @@ What flows where is seen, not known: the blocks are the list of modules as long 
 parameters; what runs before the first of them is the embedding, what runs behind the last is the head.
 """
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -30,13 +32,15 @@ from shardwright_train.torch_private import FakeTensorMode, tree_leaves
 
 STATES = "hidden_states"
 _LAYERS = "num_hidden_layers"
+_TOKENS = frozenset(("bos_token_id", "eos_token_id", "pad_token_id"))
+"""Notes of generation that classes read: the row of padding has no gradient."""
 _MOST_MODULES = 200_000
 """Modules of a stock model: DeepSeek-V3, were each of its experts a module, would have 60,000."""
 UNDIVIDED = "undivided_blocks"
 """What a degree that shares out a traced layer must divide: one rank has all of it."""
 
 
-class _Whole(NamedTuple):
+class Whole(NamedTuple):
     """A stock model, its blocks with their path, and the type of each."""
 
     model: Any
@@ -57,29 +61,72 @@ def describe_by_trace(config: Mapping[str, Any], name: str, sequence_length: int
     Raises ValueError saying what cannot be built or traced.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), _registered(Trace()) as trace:
-        whole = _built(config)
+        whole = built(config)
         _check_length(whole.model.config, sequence_length)
         with refusals("a pass of the stock model cannot be traced"):
             seen = _traced(whole, trace, sequence_length)
     return _model(config, name, sequence_length, whole, seen)
 
 
-def _built(config: Mapping[str, Any]) -> _Whole:
+def built(config: Mapping[str, Any], *, plain: bool = False) -> Whole:
+    """The stock model of a config.json in bfloat16, to be called under a mode of fake tensors.
+
+    Its attention is that of a trace if it calls kernels by name and needs no mask, or, if `plain`, a kernel of torch.
+    Raises ValueError saying what is wrong.
+    """
     kind = config["model_type"]
-    stock = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
-    config_class: Any = CONFIG_MAPPING[kind]
+    stock = stock_class(kind)
+    config_class = _config_class(stock, kind)
     _check_keys(config, keys_of(config_class))
     _check_layers(config, config_class)
+    by_name = stock._supports_attention_backend and stock._supports_flash_attn
+    parsed = configured(stock, config, TRACED if by_name and not plain else plain_kernel(stock))
+    with refusals():
+        model = _skeleton(stock, parsed)
+    return whole_of(model)
+
+
+def configured(stock: Any, config: Mapping[str, Any], kernel: str, experts: str = "grouped_mm") -> Any:
+    """The configuration of a stock class, with the names of its attention's kernel and of its experts' products."""
+    config_class = _config_class(stock, config["model_type"])
     with refusals():
         parsed = config_class(**{key: value for key, value in config.items() if key not in ("model_type", "dtype")})
-        parsed._attn_implementation = TRACED if stock._supports_sdpa or stock._supports_flash_attn else "eager"
+        parsed._attn_implementation = kernel
         if stock._can_set_experts_implementation():
-            parsed._experts_implementation = "grouped_mm"
-        model = _skeleton(stock, parsed)
-    text = parsed.get_text_config(decoder=True)
-    path = _path_of_blocks(model, text.num_hidden_layers)
+            parsed._experts_implementation = experts
+    return parsed
+
+
+def _config_class(stock: Any, kind: str) -> Any:
+    """The configuration class of a type, or, under the name of a composite, of the text's class that it has."""
+    named, own = CONFIG_MAPPING[kind], getattr(stock, "config_class", None)
+    return own if own is not None and not issubclass(named, own) else named
+
+
+def stock_class(kind: str) -> Any:
+    """The class of transformers for the causal language models of a type."""
+    return getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
+
+
+def plain_kernel(stock: Any) -> str:
+    """The attention of a stock class that needs no further package."""
+    return "sdpa" if stock._supports_sdpa else "eager"
+
+
+def whole_of(model: Any) -> Whole:
+    """A stock model with its blocks; raises ValueError if it has none."""
+    text = model.config.get_text_config(decoder=True)
+    if not isinstance(number := getattr(text, _LAYERS, None), int):
+        raise ValueError("its configuration does not say how many layers it has")
+    path = _path_of_blocks(model, number)
     blocks = model.get_submodule(path)
-    return _Whole(model, path, blocks, _kinds(blocks, getattr(text, "layer_types", None)))
+    return Whole(model, path, blocks, _kinds(blocks, getattr(text, "layer_types", None)))
+
+
+def calling(forward: Callable[..., Any], tokens: Tensor) -> dict[str, Any]:
+    """The arguments of a stock forward pass of training."""
+    taken = inspect.signature(forward).parameters
+    return {"input_ids": tokens} | ({"use_cache": False} if {"use_cache", "kwargs"} & taken.keys() else {})
 
 
 def _skeleton(stock: Any, config: Any) -> Any:
@@ -88,7 +135,9 @@ def _skeleton(stock: Any, config: Any) -> Any:
     torch.set_default_dtype(torch.bfloat16)
     try:
         with no_init_weights(), _bounded():
-            return stock(config).train()
+            model = stock(config).train()
+            model.tie_weights()  # which a model without initial values leaves out
+            return model
     finally:
         torch.set_default_dtype(before)
 
@@ -161,7 +210,7 @@ def _kinds(blocks: nn.ModuleList, listed: list[str] | None) -> tuple[str, ...]:
 
 def _check_length(config: Any, sequence_length: int) -> None:
     longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if isinstance(longest, int) and sequence_length > longest:
+    if isinstance(longest, int) and 0 < longest < sequence_length:
         raise ValueError(f"sequence length {sequence_length} is over {longest} positions (max_position_embeddings)")
 
 
@@ -190,7 +239,7 @@ class _Pass(NamedTuple):
     late: frozenset[str]
 
 
-def _traced(whole: _Whole, trace: Trace, length: int) -> _Pass:
+def _traced(whole: Whole, trace: Trace, length: int) -> _Pass:
     """Call the stock model with one sample; of each type of block the first runs, the others give what it gave."""
     given: dict[str, Any] = {}
     early, late, states = set[str](), set[str](), list[Tensor]()
@@ -224,19 +273,33 @@ def _traced(whole: _Whole, trace: Trace, length: int) -> _Pass:
     ids = torch.zeros((1, length), dtype=torch.long)
     trace.begin(EMBEDDING, whole.model)
     with trace.watching():
-        logits: Tensor = whole.model(input_ids=ids, use_cache=False).logits
+        logits: Tensor = whole.model(**calling(whole.model.forward, ids)).logits
     return _Pass(trace.seen, states[0], logits.numel(), frozenset(early), frozenset(late))
 
 
 def _states(args: Any, kwargs: Any) -> Tensor:
-    """The hidden states among the arguments of a block: the first of numbers that a gradient reaches."""
-    for leaf in tree_leaves((args, kwargs)):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.requires_grad:
-            return leaf
-    raise ValueError("its blocks take no hidden states")
+    """The hidden states among the arguments of a block."""
+    place = states_place(args, kwargs)
+    states: Tensor = args[place] if isinstance(place, int) else kwargs[place]
+    return states
 
 
-def _model(config: Mapping[str, Any], name: str, length: int, whole: _Whole, found: _Pass) -> Model:
+def states_place(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str:
+    """The argument of a block that holds the states: the first of numbers that a gradient reaches, or what is so named.
+
+    Raises ValueError if there is none.
+    """
+    reached = [
+        place
+        for place, x in (*enumerate(args), *kwargs.items())
+        if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad
+    ]
+    if not reached:
+        raise ValueError("its blocks take no hidden states")
+    return next((place for place in reached if place in (0, STATES)), reached[0])
+
+
+def _model(config: Mapping[str, Any], name: str, length: int, whole: Whole, found: _Pass) -> Model:
     outputs = (BoundaryTensor(name=STATES, sequence_length=length, features=found.states.numel() // length),)
     embedding, head = _ends(whole, found)
     first = {kind: whole.blocks[whole.kinds.index(kind)] for kind in dict.fromkeys(whole.kinds)}
@@ -248,14 +311,13 @@ def _model(config: Mapping[str, Any], name: str, length: int, whole: _Whole, fou
     alike = {kind: next(other for other in blocks if blocks[other] == blocks[kind]) for kind in blocks}
     names = {kind: BLOCK if len(set(alike.values())) == 1 else alike[kind] for kind in blocks}
     types = {
-        EMBEDDING: _layer_type(embedding, found.seen[EMBEDDING], outputs, UNSET),
+        EMBEDDING: _layer_type(_described(embedding), found.seen[EMBEDDING], outputs, UNSET),
         **{names[kind]: blocks[alike[kind]] for kind in blocks},
-        HEAD: _head_type(head, found, length),
+        HEAD: _head_type(_described(head), found, length),
     }
-    inside = {p.name for p in embedding}, {p.name for p in head}
-    tied = _tied(whole.model).items()
-    pairs = tuple((source, copy) for copy, source in tied if source in inside[0] and copy in inside[1])
-    kept = {key: value for key, value in config.items() if key not in NOTES}
+    pairs = tuple((one, other) for other, p in head.items() for one, q in embedding.items() if p is q)
+    noted = NOTES - _TOKENS
+    kept = {key: value for key, value in config.items() if key not in noted and not _is_default(config, key)}
     return Model(
         name=name,
         family=config["model_type"],
@@ -267,37 +329,62 @@ def _model(config: Mapping[str, Any], name: str, length: int, whole: _Whole, fou
     )
 
 
-def _ends(whole: _Whole, found: _Pass) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
-    """The parameters of embedding and head: of modules that ran before or behind the blocks, or else stand there."""
-    embedding, head, behind = list[Parameter](), list[Parameter](), False
-    for name, parameter in whole.model.named_parameters(remove_duplicate=False):
+def _is_default(config: Mapping[str, Any], key: str) -> bool:
+    """Whether a key holds a number that is not finite, which descriptions cannot have, and which its class has anyway.
+
+    Raises ValueError for another one.
+    """
+    if all(not isinstance(x, float) or isfinite(x) for x in tree_leaves(config[key])):
+        return False
+    default = getattr(_config_class(stock_class(config["model_type"]), config["model_type"])(), key, None)
+    if tree_leaves(default) != tree_leaves(config[key]):
+        raise ValueError(f"{key} {config[key]} is not finite")
+    return True
+
+
+def ends_of(whole: Whole, early: Collection[str], late: Collection[str]) -> tuple[frozenset[str], frozenset[str]]:
+    """The modules outside of blocks that hold parameters, by path: those of the embedding, and those of the head.
+
+    They are of the end that they ran in, or else that they stand in.
+    """
+    embedding, head, behind = set[str](), set[str](), False
+    for name, _ in whole.model.named_parameters(remove_duplicate=False):
         owner = name.rpartition(".")[0]
         if name.startswith(f"{whole.path}."):
             behind = True
             continue
-        goes_late = owner not in found.early and (behind or owner in found.late)
-        (head if goes_late else embedding).append(Parameter(name=name, shape=tuple(parameter.shape)))
-    return _once(embedding, whole.model), _once(head, whole.model)
+        (head if owner not in early and (behind or owner in late) else embedding).add(owner)
+    return frozenset(embedding), frozenset(head - embedding)
 
 
-def _once(parameters: list[Parameter], model: nn.Module) -> tuple[Parameter, ...]:
-    """Parameters without further names of others of these."""
-    names, tied = {p.name for p in parameters}, _tied(model)
-    return tuple(p for p in parameters if tied.get(p.name) not in names)
+def _ends(whole: Whole, found: _Pass) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+    """The parameters of embedding and head, each once, by the first of its names there."""
+    ends = tuple(dict[str, nn.Parameter]() for _ in range(2))
+    for owners, parameters in zip(ends_of(whole, found.early, found.late), ends, strict=True):
+        names: dict[int, str] = {}
+        for name, parameter in whole.model.named_parameters(remove_duplicate=False):
+            if name.rpartition(".")[0] in owners and not name.startswith(f"{whole.path}."):
+                names.setdefault(id(parameter), name)
+        parameters |= {name: whole.model.get_parameter(name) for name in names.values()}
+    return ends[0], ends[1]
 
 
-def _tied(model: Any) -> Mapping[str, str]:
-    """The names of parameters that are one with others, with the names of these."""
-    tied: Mapping[str, str] = model.all_tied_weights_keys
-    return tied
+def _described(parameters: Mapping[str, nn.Parameter]) -> tuple[Parameter, ...]:
+    return tuple(
+        Parameter(name=name, shape=tuple(p.shape), frozen=UNSET if p.requires_grad else True)
+        for name, p in parameters.items()
+    )
 
 
 def _parameters(block: nn.Module) -> tuple[Parameter, ...]:
     """The parameters of a block, and the buffers that files have."""
-    parameters = [Parameter(name=name, shape=tuple(p.shape)) for name, p in block.named_parameters()]
     files, buffers = block.state_dict(), dict(block.named_buffers())
-    kept = [Parameter(name=name, shape=tuple(b.shape), buffer=True) for name, b in buffers.items() if name in files]
-    return (*parameters, *kept)
+    kept = [
+        Parameter(name=name, shape=tuple(b.shape), buffer=True, frozen=True)
+        for name, b in buffers.items()
+        if name in files and b.dim()
+    ]
+    return (*_described(dict(block.named_parameters())), *kept)
 
 
 def _layer_type(

@@ -90,10 +90,13 @@ class Unit:
         return {parameter for name, parameter in self.named_parameters() if cut_of[name].is_buffer}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the names in the layer of the parameters that are computed with, and these."""
+        """Yield the names in the layer of the parameters that are computed with, and these, each once."""
+        seen = set[nn.Parameter]()
         for prefix, module in self.modules.items():
             for name, parameter in module.named_parameters(recurse=False):
-                yield f"{prefix}.{name}".lstrip("."), parameter
+                if parameter not in seen:
+                    yield f"{prefix}.{name}".lstrip("."), parameter
+                seen.add(parameter)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,9 +126,13 @@ class Cut(NamedTuple):
 
 
 def cuts(module: nn.Module, rules: Rules) -> Iterator[Cut]:
-    """Yield every parameter of a module with its rule, by its name inside the module."""
+    """Yield every parameter of a module with its rule, by the first of its names inside the module."""
+    seen = set[nn.Parameter]()
     for owner_name, owner in module.named_modules():
         for name, parameter in owner.named_parameters(recurse=False):
+            if parameter in seen:
+                continue
+            seen.add(parameter)
             path = f"{owner_name}.{name}".lstrip(".")
             rule = _rule_for(path, rules)
             yield Cut(path, *_stored(owner, name, tuple(parameter.shape), rule), rule, parameter.requires_grad)

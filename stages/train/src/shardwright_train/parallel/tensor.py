@@ -157,15 +157,18 @@ def apply_tensor_parallel(
 
     Returns the replicated parameters whose gradients must be summed over the axis after the backward pass.
     """
-    partial = set[str]()
+    partial, made = set[str](), dict[nn.Parameter, nn.Parameter]()
     for module_name, module in modules.items():
-        lengths = {name: parameter.shape[0] for name, parameter in module.named_parameters(recurse=False)}
+        own = dict(module.named_parameters(recurse=False))
+        for name in [name for name, parameter in own.items() if parameter in made]:
+            module.register_parameter(name, made[own.pop(name)])  # another name of one that is cut already
+        lengths = {name: parameter.shape[0] for name, parameter in own.items()}
         rules = dict[Rule | None, None]()
         for name in lengths:
             cut = cut_of[f"{module_name}.{name}".lstrip(".")]
             full = module.get_parameter(name).detach()
             part = full.new_empty(cut.part_shape(tensor_parallel.axes.dense))
-            module.register_parameter(name, nn.Parameter(part))
+            module.register_parameter(name, made.setdefault(own[name], nn.Parameter(part, own[name].requires_grad)))
             rules[cut.rule] = None
             if tensor_parallel.size > 1 and cut.tp_dim is None and (cut.inside or tensor_parallel.sums_outside):
                 partial.add(cut.name)

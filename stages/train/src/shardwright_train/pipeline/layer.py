@@ -19,7 +19,7 @@ from shardwright_train.data.share import Batch, BatchShare
 from shardwright_train.models.base import Family
 from shardwright_train.models.initial_weights import fill
 from shardwright_train.models.masks import Places
-from shardwright_train.models.stock import States, WithLoss
+from shardwright_train.models.stock import States, WithLoss, with_memory
 from shardwright_train.parallel.checkpointing import Recomputation
 from shardwright_train.parallel.collectives import Redistribution
 from shardwright_train.parallel.context import StandIn
@@ -30,6 +30,7 @@ from shardwright_train.parallel.parallelize import ModuleStyle, ParallelModule, 
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.rng import Randomness, RNGKey
 from shardwright_train.parallel.sequence import SHARED_ATTENTION
+from shardwright_train.parallel.sharding_rules import BUFFER
 from shardwright_train.parallel.tensor import TensorParallel, share_of
 
 
@@ -234,7 +235,8 @@ def build_layer(
     # Ranks with replicas of activations must drop the same values, ranks with other samples or positions others.
     replica = (dp_index, layout.sequence.part_of(context.me)) if layout.sequence.size > 1 else (dp_index,)
     randomness = Randomness(name, replica, part, context.device)
-    compiled = plan.compile and kind in family.parts
+    is_block = kind not in (EMBEDDING, HEAD)
+    compiled = plan.compile and is_block
     # A compiled graph draws from a single generator; `check_kernels` refuses plans that would need several.
     inside = Randomness(name, replica, part, context.device) if compiled else randomness
     recomputation = Recomputation(keeps_last=family.keeps_last_sum(kind, config, plan.precision.compute))
@@ -256,7 +258,7 @@ def build_layer(
         family=family,
         parallel=parallel,
         redistributions=redistributions,
-        constants=_constants(context, type_name, sharings[""].tensor_parallel) if kind in family.parts else {},
+        constants=_constants(context, name, type_name, sharings[""].tensor_parallel) if is_block else {},
         samples=slice(shard.batch_start - context.share.first, shard.batch_end - context.share.first),
         compiled=compiled,
         randomness=randomness if family.dropout(config) > 0 else None,
@@ -269,8 +271,9 @@ def _style(
 ) -> ModuleStyle:
     """How a layer's module is made parallel; `parameters`: their descriptions by their names in the module."""
     family, kind, config = context.family, base_type(type_name), context.family.configuration(context.plan.model)
+    buffers = {local: BUFFER for local, parameter in parameters.items() if parameter.is_buffer}
     return ModuleStyle(
-        rules=family.rules | low_rank_rules(parameters, kind == HEAD),
+        rules=family.rules | buffers | low_rank_rules(parameters, kind == HEAD),
         parts=family.parts_of(kind, strategy),
         after_split=lambda module, tensor_parallel: family.after_split(module, config, tensor_parallel),
         attention=family.kernel_name(context.attention),
@@ -310,19 +313,19 @@ def _stock_module(context: RankContext, name: str, tensor_parallel: TensorParall
     return module
 
 
-def _constants(context: RankContext, type_name: str, tensor_parallel: TensorParallel) -> dict[str, Any]:
+def _constants(context: RankContext, name: str, type_name: str, tensor_parallel: TensorParallel) -> dict[str, Any]:
     example = torch.zeros(1, dtype=torch_dtype(context.plan.precision.compute), device=context.device)
     model, heads, length = context.plan.model, tensor_parallel.heads, context.plan.model.sequence_length
     places = Places(
         length, tensor_parallel.positions_inside(length), tensor_parallel.attending(length), tensor_parallel.order
     )
     kernel = SHARED_ATTENTION if tensor_parallel.attends_across else context.attention
-    return context.family.constants(model, type_name, places, example, kernel, heads)
+    return context.family.constants(model, type_name, places, example, kernel, heads) | {"layer": name}
 
 
 def _begin(context: RankContext, parallel: ParallelModule, name: str, parameters: Mapping[str, Parameter]) -> None:
     """Give a layer's shards memory, and their initial weights unless a checkpoint has them."""
-    parallel.module.to_empty(device=context.device)
+    with_memory(parallel.module, context.device)
     for parameter in parallel.module.parameters():
         local_tensor(parameter.detach()).zero_()  # padding of uneven shards stays zero
     if not context.resumes:

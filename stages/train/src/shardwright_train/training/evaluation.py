@@ -15,7 +15,7 @@ from shardwright_train.data.objectives import Batches, TextBatches
 from shardwright_train.data.share import Batch, BatchShare, on_host, read_ahead
 from shardwright_train.data.split import Split, SplitPart
 from shardwright_train.engine.engine import Engine
-from shardwright_train.models.base import family_named
+from shardwright_train.models.base import family_of
 from shardwright_train.options import RunOptions
 from shardwright_train.parallel.vocab import IGNORED
 from shardwright_train.parallel.world import World
@@ -52,7 +52,7 @@ class ValidationData:
 
 def open_validation(job: RunOptions, plan: Plan) -> ValidationData | None:
     """The validation data of a run, or None; raises BadInput if evaluation is impossible."""
-    objective = family_named(plan.model.family, job.plan).trained_on(plan.model, job.objective, job.loss_on)
+    objective = family_of(plan.model, job.plan).trained_on(plan.model, job.objective, job.loss_on)
     if job.valid_data is not None:
         batches: Batches = objective.open(job.valid_data, _SEED, boundaries=job.boundaries)
     elif job.valid_fraction:

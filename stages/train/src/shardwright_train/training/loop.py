@@ -38,7 +38,7 @@ from shardwright_train.engine.engine import Engine, build_engine, say_compiled
 from shardwright_train.engine.learning_rate import Hyperparameters, LearningRateFactor
 from shardwright_train.engine.optimizer import StepOutcome
 from shardwright_train.models.attention_kernels import check_kernels, settle_attention
-from shardwright_train.models.base import family_named
+from shardwright_train.models.base import family_of
 from shardwright_train.options import RunJob, RunOptions
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import World, check_device
@@ -142,7 +142,7 @@ def _train(job: RunJob, world: World) -> None:
 def _agreed_inputs(job: RunOptions, plan: Plan, world: World) -> tuple[Batches, ValidationData | None]:
     def read() -> tuple[Batches, ValidationData | None]:
         check_device(plan, world, job.plan)
-        family = family_named(plan.model.family, job.plan)
+        family = family_of(plan.model, job.plan)
         check_kernels(plan, family, world.device, job.plan, by_document=job.reset_attention_mask)
         objective = family.trained_on(plan.model, job.objective, job.loss_on)
         batches = objective.open(job.data, job.seed, SplitPart(Split.TRAIN, job.fractions), job.boundaries)
@@ -175,7 +175,7 @@ def _weights(job: RunOptions, plan: Plan, world: World) -> Weights | None:
     """The initial weights, if a folder is given."""
     if job.weights is None:
         return None
-    folder, family = job.weights, family_named(plan.model.family, job.plan)
+    folder, family = job.weights, family_of(plan.model, job.plan)
     return world.together(lambda: open_weights(folder, plan.model, family, job.new_weights, job.adapter))
 
 
@@ -184,7 +184,7 @@ def _engine(
 ) -> Engine:
     context = RankContext(
         plan=plan,
-        family=family_named(plan.model.family, job.plan),
+        family=family_of(plan.model, job.plan),
         rank=world.rank,
         groups=Groups(world.device.type),
         attention=attention,

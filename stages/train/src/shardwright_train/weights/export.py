@@ -20,7 +20,7 @@ from shardwright_train.checkpoints.choice import check_files, read_record
 from shardwright_train.checkpoints.folders import identity_of
 from shardwright_train.checkpoints.tensors import read_tensors, saved_dtypes
 from shardwright_train.data.tokenizer import SETTINGS, TOKENIZER, end_of, read_tokenizer, rows_of
-from shardwright_train.models.base import Family, family_named
+from shardwright_train.models.base import Family, family_of
 from shardwright_train.options import ConvertOptions
 from shardwright_train.parallel.data import torch_dtype
 from shardwright_train.weights.adapter import write_adapter
@@ -84,7 +84,7 @@ def export(options: ConvertOptions) -> None:
     Raises BadInput if the checkpoint is damaged or of another model, or the folder is there already.
     """
     plan = read_document(options.plan, Plan)
-    family = family_named(plan.model.family, options.plan)
+    family = family_of(plan.model, options.plan)
     checkpoint = _checkpoint(_folder(options.checkpoint, best=options.best), plan.model)
     if plan.model.low_rank is not UNSET:
         with _complete_or_none(options.out) as folder:

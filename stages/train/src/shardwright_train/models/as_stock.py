@@ -1,0 +1,557 @@
+"""Models without facts, trained as the stock class: each layer is its call with all other layers passed through.
+
+The embedding is the stock forward pass until its first block, the head is all of it behind the last one; what blocks
+are given beside hidden states (masks, positions, angles) comes from a pass through which no states flow. Nothing of a
+forward pass is written anew, so that what `flow` finds to run one by one computes what the stock class computes.
+"""
+
+import copy
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, cached_property, lru_cache
+from math import prod
+from typing import Any, NamedTuple, NoReturn
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers.initialization import TORCH_INIT_FUNCTIONS, no_init_weights
+
+from shardwright.io import BadInput
+from shardwright.models import traits
+from shardwright.models.facts import Family as Facts
+from shardwright.models.traits import AttentionFacts, Keys, Mask, StockModel
+from shardwright.types import EMBEDDING, HEAD, Attention, Model, Plan, Recompute, Strategy, base_type
+from shardwright_train.data.objectives import Causal
+from shardwright_train.data.share import Batch
+from shardwright_train.models.base import Family
+from shardwright_train.models.flow import Flow, Shape, flow_of, flow_of_config
+from shardwright_train.models.initial_weights import Filling, Given
+from shardwright_train.models.masks import Places
+from shardwright_train.models.stock import States, UnknownFilling, refusals, stock_fillings, with_memory
+from shardwright_train.models.traced import Whole, calling, configured, plain_kernel, stock_class, whole_of
+from shardwright_train.parallel.rng import seed_of
+from shardwright_train.parallel.sharding_rules import Parts, Rule
+from shardwright_train.parallel.vocab import loss_of_logits
+from shardwright_train.torch_private import FakeTensor, TorchDispatchMode
+
+_WHOLE = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
+"""Kinds of recomputation that ask for no part of a block."""
+_HUGE = 1 << 28
+"""Elements that no constant of a model has."""
+_SMALL = 1 << 16
+"""Elements of a parameter up to which the value that its constructor gives it is kept, for classes that give it no
+other one."""
+
+
+class _Unmarked(Causal):
+    """Causal language modelling on samples whose documents are not told apart: the stock class masks none."""
+
+    keeps_boundaries = False
+
+
+class AsStock(Family):
+    """The types that transformers has and no facts describe."""
+
+    parts: Mapping[str, Parts] = {}
+    embedding = head = ()
+    objective = _Unmarked
+
+    @cached_property
+    def rules(self) -> dict[str, Rule]:
+        """No rule of tensor parallelism."""
+        return {}
+
+    def problem(self, model: Model) -> str | None:
+        """Why a described model cannot be trained; None: it can."""
+        try:
+            config = self.stock_model(model).config.get_text_config(decoder=True)
+            if getattr(config, "is_decoder", True) is False:
+                return "is_decoder is false: its positions see the tokens that they predict"
+            if getattr(config, "output_router_logits", False):
+                return "output_router_logits adds a loss of its routers, which is not computed here"
+            flow_of(model)
+            first = [f"layers[{model.layers.index(kind)}]" for kind in dict.fromkeys(model.layers)]
+            for layer in (EMBEDDING, *first, HEAD):
+                self._check_names(model, layer)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def _check_names(self, model: Model, layer: str) -> None:
+        built = {name: tuple(p.shape) for name, p in self._layer(model, layer).named_parameters()}
+        told = {parameter.name: parameter.shape for parameter in model.type_of(layer).parameters}
+        if scalars := [p.name for p in model.type_of(layer).parameters if not p.shape and p.trained]:
+            raise ValueError(f"{scalars[0]} of its {layer} is a single number, which ZeRO cannot cut")
+        if built != told:
+            odd = min({*built.items()} ^ {*told.items()})[0]
+            raise ValueError(f"{odd} cannot be told to be of its {layer}")
+
+    def check(self, plan: Plan, file: object) -> None:
+        """Raise BadInput for what a plan asks of a model of this kind that it cannot have."""
+        for number, layer in enumerate(plan.layers):
+            if layer.recompute not in _WHOLE:
+                problem = f"layers[{number}] recomputes {layer.recompute}: the parts of a traced block are not known"
+                raise BadInput(file, problem, "recompute none, selective or full")
+        if plan.compile:
+            raise BadInput(file, "compile: blocks of traced models are not compiled", "leave it out")
+        if plan.fused:
+            raise BadInput(file, "fused: traced models keep their own modules", "leave it out")
+        if (problem := self.problem(plan.model)) is not None:
+            remedy = f"`shardwright train describe --as` a like family, or plan it for another system: {_PAGE}"
+            raise BadInput(file, f"{plan.model.family!r} cannot be trained as its stock class: {problem}", remedy)
+
+    # The stock model and its layers.
+
+    def configured(self, config: Mapping[str, Any]) -> Any:
+        """The transformers configuration of a config.json."""
+        return configured(self.stock, {**config, "model_type": self.facts.model_type}, self.plain_kernel)
+
+    def configuration(self, model: Model) -> Any:
+        """The transformers configuration of a described model, whatever layers it has been cut to."""
+        return self.configured(model.config)
+
+    def dropout(self, config: Any) -> float:
+        """The highest rate at which something is dropped or shaken at random."""
+        rates = config.get_text_config(decoder=True).to_dict().items()
+        drawn = [value for key, value in rates if ("drop" in key or "jitter" in key) and isinstance(value, float)]
+        return max(drawn, default=0.0)
+
+    def stock_model(self, model: Model, attention: str | None = None) -> Any:
+        """The whole stock model, without weights, but with the constants that its modules hold."""
+        return self._skeleton(model, attention).whole.model
+
+    def _skeleton(self, model: Model, attention: str | None = None) -> "_Skeleton":
+        config, kernel = msgspec.json.encode(model.config), attention or self.plain_kernel
+        return _skeleton(self, config, model.family, kernel, torch.get_default_dtype())
+
+    def _layer(self, model: Model, layer: str, attention: str | None = None) -> nn.Module:
+        whole, flow = self._skeleton(model, attention).whole, flow_of(model)
+        if layer == EMBEDDING:
+            return _embedding(whole, flow)
+        if layer == HEAD:
+            return _head(whole, flow)
+        block: nn.Module = copy.deepcopy(whole.blocks[self._number(model, layer, whole)])
+        return block
+
+    def _number(self, model: Model, layer: str, whole: Whole) -> int:
+        """The stock block of a layer: of a model that was cut to fewer layers, the first of its type."""
+        number = int(layer.removeprefix("layers[").removesuffix("]"))
+        if len(model.layers) == len(whole.blocks):
+            return number
+        kind = base_type(model.layers[number])
+        return whole.kinds.index(kind) if kind in whole.kinds else 0
+
+    def build(self, model: Model, layer: str, attention: str | None = None) -> nn.Module:
+        """The stock modules of a layer, on the meta device but for constants."""
+        return self._layer(model, layer, attention)
+
+    def parts_of(self, kind: str, strategy: Strategy) -> Parts | None:
+        """A block is one part."""
+        return None if kind in (EMBEDDING, HEAD) else Parts("", attention=(), mlp=())
+
+    def after_split(self, block: nn.Module, config: Any, tensor_parallel: Any) -> None:
+        """One rank has all of a block."""
+
+    def keeps_last_sum(self, kind: str, config: Any, compute: str) -> bool:
+        """Nobody knows what a block keeps behind its last product."""
+        return True
+
+    # Names.
+
+    def full_name(self, model: Model, layer: str, parameter: str) -> str:
+        """A parameter's name in the stock model."""
+        if layer in (EMBEDDING, HEAD):
+            return parameter
+        return f"{flow_of(model).path}.{layer.removeprefix('layers[').removesuffix(']')}.{parameter}"
+
+    def hugging_face_name(self, model: Model, layer: str, parameter: str) -> str:
+        """A parameter's name in the stock model: blocks share none."""
+        return self.full_name(model, layer, parameter)
+
+    def described_name(self, kind: str, parameter: str) -> str:
+        """The description has the names of the stock model."""
+        return parameter
+
+    def _stock_name(self, model: Model, layer: str, parameter: str) -> str:
+        """A parameter's name in the stock model of the configuration, which may have more layers."""
+        if layer in (EMBEDDING, HEAD):
+            return parameter
+        whole = self._skeleton(model).whole
+        return f"{whole.path}.{self._number(model, layer, whole)}.{parameter}"
+
+    # Weights.
+
+    def initialize(self, model: Model, module: nn.Module) -> None:
+        """Give a layer the initial weights that transformers gives it."""
+        with torch.no_grad():
+            module.apply(self.stock_model(model)._init_weights)
+
+    def fillings(self, model: Model, layer: str) -> Mapping[str, tuple[Filling, ...]]:
+        """How transformers fills a layer: drawn element by element, or whole where a class computes what it draws."""
+        module = self._layer(model, layer)
+        constants = {name: p.detach().clone() for name, p in module.named_parameters() if not p.is_meta}
+        try:
+            drawn = stock_fillings(module, lambda: self.initialize(model, module))
+        except UnknownFilling:
+            drawn = self._drawn_whole(model, layer, constants.keys())
+        return {**drawn, **{name: (Filling(Given(values)),) for name, values in constants.items()}}
+
+    def _drawn_whole(self, model: Model, layer: str, others: Collection[str]) -> dict[str, tuple[Filling, ...]]:
+        module = with_memory(self._layer(model, layer), torch.device("cpu"))
+        for parameter in module.parameters():
+            if parameter.is_floating_point():
+                nn.init.constant_(parameter, float("nan"))
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(seed_of(0, "weights", layer))
+            self.initialize(model, module)
+        values = {name: p.detach() for name, p in module.named_parameters() if name not in others}
+        constructed = self._skeleton(model).constructed
+        for name in (name for name, x in values.items() if x.is_floating_point() and bool(x.isnan().any())):
+            if (value := constructed.get(self._stock_name(model, layer, name))) is None:
+                raise ValueError(f"{name} of its {layer} has no initial values")
+            values[name] = value
+        return {name: (Filling(Given(x)),) for name, x in values.items()}
+
+    # Calls.
+
+    def learns(self, model: Model) -> Causal:
+        """Each token is predicted from those before it."""
+        text = self.configuration(model).get_text_config(decoder=True)
+        return _Unmarked(text.vocab_size, model.sequence_length)
+
+    def constants(
+        self,
+        model: Model,
+        kind: str,
+        places: Places,
+        example: Tensor,
+        kernel: str,
+        heads: Callable[[int], slice] = slice,
+    ) -> dict[str, Any]:
+        """What blocks are given beside hidden states."""
+        config = msgspec.json.encode(model.config)
+        arguments = _arguments(
+            self, config, model.family, model.sequence_length, kernel, example.dtype, f"{example.device}"
+        )
+        return {"arguments": arguments, "model": model}
+
+    def call(self, block: nn.Module, states: States, batch: Batch, constants: dict[str, Any]) -> States:
+        """Call a block as the stock forward pass does."""
+        arguments: Arguments = constants["arguments"]
+        number = self._number(constants["model"], constants["layer"], arguments.whole)
+        args, kwargs = arguments.of(number, batch["tokens"])
+        flow = arguments.flow
+        given = flow.given(states[0])
+        if isinstance(flow.place, int):
+            args = (*args[: flow.place], given, *args[flow.place + 1 :])
+        else:
+            kwargs = {**kwargs, flow.place: given}
+        output = block(*args, **kwargs)
+        made: Tensor = output if flow.outputs is None else output[flow.output]
+        return (flow.handed_on(made, states[0].shape[1]),)
+
+
+@cache
+def as_stock(kind: str) -> AsStock:
+    """The runtime of a type of transformers."""
+    # Of defaults of classes, which a configuration replaces, transformers warns in many lines.
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    stock = stock_class(kind)
+    others = tuple(each for each in Attention if each.value not in ("auto", "eager", plain_kernel(stock)))
+    return AsStock(_facts(kind, stock.__name__, others), stock)
+
+
+def _facts(kind: str, name: str, without: Sequence[Attention]) -> Facts:
+    """What the runtime asks of any family: attention is causal; nothing else is known, or asked for."""
+    return Facts(
+        model_type=kind,
+        stock=StockModel(name, tied=()),
+        runtime="as_stock:AsStock",
+        keys=Keys({}, ()),
+        parameters=lambda *_: (),
+        stacks=(),
+        divided=traits.Divided(()),
+        attention=AttentionFacts(Mask.CAUSAL, "rope", without=tuple(without)),
+        norm=traits.Norm("RMSNorm", None, ends=()),
+        feed_forward=lambda _: traits.FeedForward("", gated=False),
+        dropouts=traits.Dropouts("", None),
+    )
+
+
+class _Skeleton(NamedTuple):
+    """A stock model whose parameters have no values, and the values that constructors give small ones."""
+
+    whole: Whole
+    constructed: Mapping[str, Tensor]
+
+
+@lru_cache(maxsize=4)
+def _skeleton(family: AsStock, config: bytes, kind: str, kernel: str, dtype: torch.dtype) -> _Skeleton:
+    # Grouped products take no float64.
+    experts = "eager" if dtype is torch.float64 else "grouped_mm"
+    parsed = configured(family.stock, {**msgspec.json.decode(config), "model_type": kind}, kernel, experts)
+    values: dict[int, Tensor] = {}
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        # Layers are built on the meta device, constants are not.
+        with refusals(), torch.device("cpu"), no_init_weights(), _small_ones_filled():
+            with _parameters_on_meta(values), _HugeOnMeta():
+                model = family.stock(parsed).train()
+                model.tie_weights()
+    finally:
+        torch.set_default_dtype(before)
+    whole = whole_of(model)
+    for block in whole.blocks:
+        files = block.state_dict().keys()
+        for path, buffer in list(block.named_buffers()):
+            if path in files and buffer.dim():
+                owner, _, name = path.rpartition(".")
+                delattr(block.get_submodule(owner), name)
+                setattr(block.get_submodule(owner), name, nn.Parameter(buffer, requires_grad=False))
+    return _Skeleton(whole, {name: values[id(p)] for name, p in model.named_parameters() if id(p) in values})
+
+
+@contextmanager
+def _parameters_on_meta(values: dict[int, Tensor]) -> Iterator[None]:
+    """Keep no values of parameters of modules that are built inside, but those of small ones, by the new ones' ids."""
+
+    def moved(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
+            return None
+        # A plan has one format for all parameters, whatever a class has for some.
+        dtype = torch.get_default_dtype() if parameter.is_floating_point() else parameter.dtype
+        there = nn.Parameter(parameter.to("meta", dtype), parameter.requires_grad)
+        if parameter.numel() <= _SMALL:
+            values[id(there)] = parameter.detach().clone()
+        return there
+
+    hook = register_module_parameter_registration_hook(moved)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+class _HugeOnMeta(TorchDispatchMode):
+    """A mode that allocates nothing as large as only parameters are, such as the matrices of all experts."""
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call an operator, on the meta device if it is to allocate that much."""
+        kwargs = kwargs or {}
+        if operator.name().startswith("aten::empty.") and prod(args[0]) > _HUGE:
+            kwargs = {**kwargs, "device": "meta"}
+        return operator(*args, **kwargs)
+
+
+@contextmanager
+def _small_ones_filled() -> Iterator[None]:
+    """Let constructors fill small parameters as they do, the same in each process, and no others."""
+
+    def guarded(fill: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda tensor, *args, **kwargs: (
+            fill(tensor, *args, **kwargs) if tensor.numel() <= _SMALL and not tensor.is_meta else tensor
+        )
+
+    before = {name: getattr(nn.init, name) for name in TORCH_INIT_FUNCTIONS}
+    for name, fill in TORCH_INIT_FUNCTIONS.items():
+        setattr(nn.init, name, guarded(fill))
+    try:
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(0)
+            yield
+    finally:
+        for name, fill in before.items():
+            setattr(nn.init, name, fill)
+
+
+# Stand-ins, by which a stock forward pass runs with some of its modules.
+
+
+class _Left(BaseException):
+    """A stock forward pass is left; no `except Exception` of its own stops it."""
+
+    def __init__(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        super().__init__()
+        self.given = given
+
+
+class _Now:
+    """The number of samples and the format of the pass of the moment, which stand-ins read."""
+
+    samples = 0
+    dtype = torch.float32
+    device = torch.device("cpu")
+
+
+class _StandIn(nn.Module):
+    """A module in another's place: it has that one's attributes, and computes something else.
+
+    If the other one has a matrix, of which stock forward passes read the format, it has one of a single number.
+    """
+
+    def __init__(self, other: nn.Module, compute: Callable[..., Any], dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.other: tuple[nn.Module, ...] = ()
+        if dtype is not None:
+            self.register_buffer("weight", torch.zeros(1, dtype=dtype, device="cpu"), persistent=False)
+        # In a tuple, so that it is no part of this module.
+        self.other, self.compute = (other,), compute
+
+    def __getattr__(self, name: str) -> Any:
+        """What the other module has."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if not (other := self.__dict__.get("other")):
+                raise
+            return getattr(other[0], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute something else."""
+        return self.compute(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_StandIn":
+        return self
+
+
+def _stands_in(whole: Whole, stand_ins: Mapping[str, nn.Module], blocks: Callable[[int], Callable[..., Any]]) -> Any:
+    """A copy of a stock model with stand-ins for some modules, by path, and for all blocks, by number."""
+    memo = {id(block): _StandIn(block, blocks(number)) for number, block in enumerate(whole.blocks)}
+    memo |= {id(whole.model.get_submodule(path)): stand_in for path, stand_in in stand_ins.items()}
+    return copy.deepcopy(whole.model, memo)
+
+
+def _absent(path: str) -> Callable[..., NoReturn]:
+    def compute(*_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(f"{path} is of another layer")
+
+    return compute
+
+
+def _leave(*args: Any, **kwargs: Any) -> NoReturn:
+    raise _Left((args, kwargs))
+
+
+def _outputs(flow: Flow, states: Tensor, now: _Now) -> Any:
+    """What a block gives, with these states."""
+    if flow.outputs is None:
+        return states
+    further = (None if shape is None else shape.zeros(now.samples, now.dtype, now.device) for shape in flow.outputs)
+    return tuple(states if i == flow.output else x for i, x in enumerate(further))
+
+
+def _zeros_of(whole: Whole, flow: Flow, now: _Now, dtype: torch.dtype) -> dict[str, nn.Module]:
+    """Stand-ins for the embedding's modules, which give zeros."""
+
+    def compute(shape: Shape) -> Callable[..., Tensor]:
+        return lambda *_, **__: shape.zeros(now.samples, now.dtype, now.device)
+
+    module = whole.model.get_submodule
+    ran = {path: _StandIn(module(path), compute(shape), dtype) for path, shape in flow.early.items()}
+    others = {path: _StandIn(module(path), _absent(path), dtype) for path in flow.embedding - ran.keys()}
+    return ran | others
+
+
+def _embedding(whole: Whole, flow: Flow) -> nn.Module:
+    """The stock model until its first block."""
+    behind = {path: _StandIn(whole.model.get_submodule(path), _absent(path)) for path in flow.head}
+    model = _stands_in(whole, behind, lambda _: _leave)
+    stock = model.forward
+
+    def embed(batch: Batch) -> States:
+        tokens = batch["tokens"]
+        try:
+            stock(**calling(stock, tokens))
+        except _Left as left:
+            args, kwargs = left.given
+            states: Tensor = args[flow.place] if isinstance(flow.place, int) else kwargs[flow.place]
+            return (flow.handed_on(states, tokens.shape[1]),)
+        raise RuntimeError("the stock model has called no block")
+
+    model.forward = embed
+    return model  # type: ignore[no-any-return]
+
+
+def _head(whole: Whole, flow: Flow) -> nn.Module:
+    """The stock model behind its last block, and the sum of cross entropy of a batch."""
+    now, last, given = _Now(), len(whole.blocks) - 1, list[Tensor]()
+
+    def block(number: int) -> Callable[..., Any]:
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            passed: Tensor = args[flow.place] if isinstance(flow.place, int) else kwargs[flow.place]
+            return _outputs(flow, given.pop() if number == last else passed, now)
+
+        return compute
+
+    model = _stands_in(whole, _zeros_of(whole, flow, now, torch.get_default_dtype()), block)
+    stock = model.forward
+
+    def loss(states: States, batch: Batch) -> Tensor:
+        now.samples, now.dtype, now.device = len(states[0]), states[0].dtype, states[0].device
+        given[:] = [flow.given(states[0])]
+        logits = stock(**calling(stock, batch["tokens"])).logits
+        # The gradient takes the place of the logits, which what the stock model does to them may have kept.
+        return loss_of_logits(logits.clone(), batch["labels"], logits.shape[-1], model.tensor_parallel)
+
+    model.forward = loss
+    return model  # type: ignore[no-any-return]
+
+
+class Arguments:
+    """What a stock model gives its blocks beside hidden states, for some number of samples."""
+
+    def __init__(self, whole: Whole, flow: Flow, dtype: torch.dtype, device: torch.device) -> None:
+        self.whole, self.flow, self._now = whole, flow, _Now()
+        self._now.dtype, self._now.device = dtype, device
+        self._kept: tuple[object, list[tuple[tuple[Any, ...], dict[str, Any]]]] = None, []
+        self._taken: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        last = len(whole.blocks) - 1
+
+        def block(number: int) -> Callable[..., Any]:
+            def compute(*args: Any, **kwargs: Any) -> Any:
+                self._taken.append((args, kwargs))
+                if number == last:
+                    raise _Left((args, kwargs))
+                passed: Tensor = args[flow.place] if isinstance(flow.place, int) else kwargs[flow.place]
+                return _outputs(flow, passed, self._now)
+
+            return compute
+
+        behind = {path: _StandIn(whole.model.get_submodule(path), _absent(path)) for path in flow.head}
+        # In evaluation: a pass that drops something of no states would draw the numbers that a block is to draw.
+        self._model = _stands_in(whole, behind | _zeros_of(whole, flow, self._now, dtype), block).to(device).eval()
+
+    def of(self, number: int, tokens: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a block for tokens [samples, positions], with zeros in the place of hidden states."""
+        # Fake tensors of one simulation are none of another.
+        key = (len(tokens), tokens.fake_mode if isinstance(tokens, FakeTensor) else None)
+        if self._kept[0] != key or self.flow.by_tokens:
+            self._kept = key, self._made(tokens)
+        return self._kept[1][number]
+
+    def _made(self, tokens: Tensor) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        self._now.samples, self._taken = len(tokens), []
+        with torch.no_grad():
+            try:
+                self._model(**calling(self._model.forward, tokens))
+            except _Left:
+                made, self._taken = self._taken, []
+                return made
+        raise RuntimeError("the stock model has not called its last block")
+
+
+@lru_cache(maxsize=2)
+def _arguments(
+    family: AsStock, config: bytes, kind: str, length: int, kernel: str, dtype: torch.dtype, device: str
+) -> Arguments:
+
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    whole = _skeleton(family, config, kind, kernel, wide).whole
+    return Arguments(whole, flow_of_config(config, kind, length), dtype, torch.device(device))
+
+
+_PAGE = "docs/models.md"
