@@ -23,6 +23,7 @@ from in_one_format import compute_in_the_inputs_format
 from msgspec import UNSET
 from skewed_routing import begin_with, check_skewed, skew_of, skew_routing
 from stock_experts import correct_biases, shares_of
+from stock_optimizers import stock_optimizer
 from tiny_models import (
     batch_of,
     engine_of,
@@ -95,7 +96,7 @@ def packed(batch: Batch, seed: int, predicts_next: bool) -> Batch:
 
 
 class Reference:
-    """What the stock Hugging Face model gives with stock clipping and AdamW in one process: rank 0."""
+    """What the stock Hugging Face model gives with stock clipping and optimizer in one process: rank 0."""
 
     def __init__(self, plan: Plan) -> None:
         model = plan.model
@@ -127,21 +128,21 @@ class Reference:
             }
             for name, parameter in named.items()
         ]
-        stock_adamw = torch.optim.AdamW(groups, betas=SETTINGS.betas, eps=SETTINGS.eps)
+        stock_update = stock_optimizer(plan.optimizer, groups, SETTINGS.betas, SETTINGS.eps)
         for step, batch in enumerate(batches(plan), start=1):
             logits = stock_logits(stock, batch)
             if skew is not None:
                 check_skewed(stock, skew)
             entropy = nn.functional.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten())
             loss = entropy + auxiliary_of(stock) / plan.global_batch_size
-            stock_adamw.zero_grad()
+            stock_update.zero_grad()
             loss.backward()
             if step == 1:
                 self.first_gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
             self.norms.append(nn.utils.clip_grad_norm_(named.values(), SETTINGS.clip_norm).item())
-            for group in stock_adamw.param_groups:
+            for group in stock_update.param_groups:
                 group["lr"] = SETTINGS.learning_rate_at(step) * group["factor"]
-            stock_adamw.step()
+            stock_update.step()
             if plan.model.low_rank is UNSET:
                 correct_biases(stock, settings.router_bias_update_rate)
             self.losses.append(loss.item())
@@ -354,7 +355,7 @@ def main(plans_file: str, result_file: str, *mutations: str) -> None:
             torch.set_default_dtype(getattr(torch, plan.precision.parameters))
             key = f"{plan.model.architecture_sha256} {len(plan.layers)} {plan.model.tied} {plan.precision.parameters}"
             key += f" {plan.model.layers} {plan.global_batch_size} {settings_of(plan)} {'packed' in plan.name}"
-            key += f" {skew_of(plan)}"
+            key += f" {skew_of(plan)} {plan.optimizer}"
             if key not in references:
                 references[key] = made_by_first(world, Reference, plan)
             exact = _exact_losses(plan, world) if plan.precision.parameters == "float32" else ()

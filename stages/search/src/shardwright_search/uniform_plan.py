@@ -11,6 +11,7 @@ _SETTINGS = (
     "schedule",
     "gradient_reduction",
     "precision",
+    "optimizer",
     "attention",
     "compile",
 )

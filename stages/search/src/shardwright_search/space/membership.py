@@ -11,7 +11,7 @@ from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.search_space import SearchSpace
 
-_REQUESTED = "gradient_reduction", "precision", "attention", "compile"
+_REQUESTED = "gradient_reduction", "precision", "optimizer", "attention", "compile"
 
 
 def outside(space: SearchSpace, plan: Plan) -> str | None:

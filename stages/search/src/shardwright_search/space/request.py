@@ -11,7 +11,7 @@ from msgspec import Meta
 from shardwright.io import Document, Removed, Value
 from shardwright.types.attention import Attention
 from shardwright.types.limits import Count, Gib, Name, NonNegativeCount, NonNegativeNumber, Sha256, Share
-from shardwright.types.plan import GradientReduction, Precision, Schedule
+from shardwright.types.plan import GradientReduction, OptimizerName, Precision, Schedule
 from shardwright.types.strategy import ContextParallel, DataParallel, Recompute, SequenceParallel
 from shardwright_search.cost_model.time_model import TimeModel
 
@@ -186,6 +186,8 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Layer ranges of a pipeline stage when the schedule is interleaved_1f1b."""
     precision: Precision = Precision()
     """The number formats."""
+    optimizer: OptimizerName = "adamw"
+    """The optimizer."""
     attention: Attention = Attention.AUTO
     """The attention kernel."""
     compile: bool = False

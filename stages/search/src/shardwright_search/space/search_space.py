@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from shardwright.io import BadInput
+from shardwright.optimizers.registry import OPTIMIZERS
 from shardwright.types import Cluster, LayerStrategy, Model, Strategy
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.profiles import Profiles, check_profiles
@@ -305,7 +306,15 @@ def space_of(
     }
     if known is not None:
         return SearchSpace(known.on(cluster, request, budgets), file, demands)
-    costs = CostModel(model, cluster, profiles, request.precision, request.gradient_reduction, request.time_model)
+    costs = CostModel(
+        model,
+        cluster,
+        profiles,
+        request.precision,
+        request.gradient_reduction,
+        request.time_model,
+        OPTIMIZERS[request.optimizer],
+    )
     return SearchSpace(Instance.made(request, costs, budgets), file, demands)
 
 

@@ -16,13 +16,15 @@ from shardwright.types import FP8, HEAD, Attention, Plan
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
 _MIXED_FLOAT16 = ("float32", "float16", "float32")
+OPTIMIZERS_RUN = ("adamw", "adamw-bf16", "adamw-8bit", "sgd", "lion")
+"""Optimizers whose updates engine/updates.py has, which loads torch."""
 _WIDEST_HEAD = 256
 """Largest number of features of a head that flash-attn 2 supports."""
 
 
 def check_supported(plan: Plan, file: object) -> None:
     """Raise BadInput naming the first thing in a plan that cannot be run anywhere."""
-    check_fields(plan, file, "the runtime")
+    check_fields(plan, file, "the runtime", ("optimizer",) if plan.optimizer in OPTIMIZERS_RUN else ())
     if mtp_layers(plan.model.layers):
         problem = "layers that predict further tokens (mtp) are estimated, not trained"
         raise BadInput(file, problem, "plan without --mtp, or export the plan to megatron")
