@@ -97,8 +97,8 @@ class AdviseOptions(TrainedParts, frozen=True, kw_only=True):
     runs have it."""
     reduce: Literal["float32", "bfloat16"] | None = None
     """Type of gradients that are summed up and reduced; by default that of the stored parameters."""
-    optimizer: OptimizerName = "adamw"
-    """Optimizer."""
+    optimizer: tuple[Literal["any", OptimizerName], ...] = ("adamw",)
+    """Optimizer; given several times, or any, that under which the best plan is the best."""
     base: Base | None = None
     """Frozen matrices of blocks in 8 or 4 bits, as QLoRA has them: only estimated."""
     compile: bool = False

@@ -104,7 +104,7 @@ class Question(NamedTuple):
         """Return what plans of the user's choices share with those that are searched."""
         request = self.request
         assert isinstance(request.global_batch_size, int)
-        settings = request.precision, request.optimizer, request.attention, request.compile
+        settings = request.precision, request.optimizers[0], request.attention, request.compile
         return Setting(self.model, self.cluster, request.global_batch_size, *settings)
 
     def left_bytes(self, plan: Plan, estimate: Estimate) -> tuple[int, ...]:
@@ -166,7 +166,7 @@ def question_of(options: AdviseOptions) -> Question:
         chunks_per_stage=_CHUNKS,
         fine_grained=not options.uniform,
         precision=options.formats,
-        optimizer=options.optimizer,
+        optimizer="any" if "any" in options.optimizer else options.optimizer,
         attention=attention,
         compile=options.compile,
     )

@@ -155,9 +155,11 @@ def _check_made_by(search: _SearchFile, path: Path, plan: Plan, prediction: Pred
     made_with = None if prediction is None else prediction.inputs_sha256.get("search")
     if made_with is not None and made_with != sha256_of_file(search.file):
         raise BadInput(search.file, f"is not the search file that made {path.name}, or was changed since", remedy)
-    for field in ("name", "precision", "optimizer", "attention", "gradient_reduction"):
+    for field in ("name", "precision", "attention", "gradient_reduction"):
         if getattr(request, field) != getattr(plan, field):
             raise BadInput(search.file, f"asks for another {field} than {path.name} has", remedy)
+    if plan.optimizer not in request.optimizers:
+        raise BadInput(search.file, f"asks for another optimizer than {path.name} has", remedy)
     if plan.global_batch_size not in batch_sizes(request):
         raise BadInput(search.file, f"global_batch_size is not that of {path.name}", remedy)
 

@@ -206,7 +206,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
             schedule=configuration.schedule,
             gradient_reduction=request.gradient_reduction,
             precision=request.precision,
-            optimizer=request.optimizer,
+            optimizer=request.optimizers[0],
             attention=request.attention,
             compile=request.compile,
             stages=_stages(configuration, solution, ranks, len(model.layers)),

@@ -11,7 +11,7 @@ from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.search_space import SearchSpace
 
-_REQUESTED = "gradient_reduction", "precision", "optimizer", "attention", "compile"
+_REQUESTED = "gradient_reduction", "precision", "attention", "compile"
 
 
 def outside(space: SearchSpace, plan: Plan) -> str | None:
@@ -31,6 +31,9 @@ def _outside(space: SearchSpace, plan: Plan) -> Iterator[str | None]:
         if getattr(plan, field) != getattr(request, field):
             yield f"another {field} than the search file's"
             return
+    if plan.optimizer not in request.optimizers:
+        yield "another optimizer than the search file's"
+        return
     for configuration in (target.configuration for target in space.targets):
         if _shape(plan) == configuration[: len(_shape(plan))]:
             solution = _solution(instance, configuration, plan)

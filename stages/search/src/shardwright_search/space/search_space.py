@@ -293,6 +293,8 @@ def space_of(
     Raises BadInput for profiles that do not fit the request, a budget that no device has, and where the runtime has
     none of the context parallelism that is asked for.
     """
+    if len(request.optimizers) > 1:
+        raise BadInput(file, f"optimizer: {', '.join(request.optimizers)} are several", "name one here")
     check_profiles(profiles, model, cluster, request.precision, request.attention, request.compile)
     request = with_spare(request, cluster, profiles)
     sizes = budgets_of(request, cluster, file)
@@ -313,7 +315,7 @@ def space_of(
         request.precision,
         request.gradient_reduction,
         request.time_model,
-        OPTIMIZERS[request.optimizer],
+        OPTIMIZERS[request.optimizers[0]],
     )
     return SearchSpace(Instance.made(request, costs, budgets), file, demands)
 
