@@ -99,6 +99,8 @@ class AdviseOptions(TrainedParts, frozen=True, kw_only=True):
     """Type of gradients that are summed up and reduced; by default that of the stored parameters."""
     optimizer: tuple[Literal["any", OptimizerName], ...] = ("adamw",)
     """Optimizer; given several times, or any, that under which the best plan is the best."""
+    loss_chunks: Count = 1
+    """Parts of a rank's positions whose logits are there at a time; computed again in backward."""
     base: Base | None = None
     """Frozen matrices of blocks in 8 or 4 bits, as QLoRA has them: only estimated."""
     compile: bool = False
@@ -242,6 +244,8 @@ class UniformRequest(Options, frozen=True, kw_only=True):
     """Type of gradient reduction."""
     optimizer: OptimizerName = "adamw"
     """Optimizer."""
+    loss_chunks: Count = 1
+    """Parts of a rank's positions whose logits are there at a time."""
     attention: Attention = Attention.AUTO
     """Attention kernel."""
     compile: bool = False

@@ -31,6 +31,9 @@ def _outside(space: SearchSpace, plan: Plan) -> Iterator[str | None]:
         if getattr(plan, field) != getattr(request, field):
             yield f"another {field} than the search file's"
             return
+    if (plan.loss_chunks or 1) != request.loss_chunks:
+        yield "other loss_chunks than the search file's"
+        return
     if plan.optimizer not in request.optimizers:
         yield "another optimizer than the search file's"
         return

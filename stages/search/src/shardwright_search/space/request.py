@@ -192,6 +192,8 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The attention kernel."""
     compile: bool = False
     """Whether torch.compile compiles each layer; the profile must be of compiled layers, too."""
+    loss_chunks: Count = 1
+    """Parts in which a rank's positions go through the logits and the loss, which are computed again in backward."""
     gradient_reduction: GradientReduction = GradientReduction.DEFERRED
     """When gradients are reduced."""
     time_model: TimeModel = TimeModel.INTERPOLATE

@@ -316,6 +316,7 @@ def space_of(
         request.gradient_reduction,
         request.time_model,
         OPTIMIZERS[request.optimizers[0]],
+        request.loss_chunks,
     )
     return SearchSpace(Instance.made(request, costs, budgets), file, demands)
 

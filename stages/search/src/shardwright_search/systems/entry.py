@@ -44,6 +44,7 @@ class Setting(NamedTuple):
     optimizer: OptimizerName = "adamw"
     attention: Attention = Attention.AUTO
     compile: bool = False
+    loss_chunks: int = 1
 
     def uniform(
         self,
@@ -103,6 +104,7 @@ class Setting(NamedTuple):
             optimizer=self.optimizer,
             attention=self.attention,
             compile=self.compile,
+            loss_chunks=UNSET if self.loss_chunks == 1 else self.loss_chunks,
         )
 
 

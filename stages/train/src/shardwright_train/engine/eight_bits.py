@@ -101,7 +101,7 @@ class Blocks(NamedTuple):
         table = torch.tensor(values(signed), dtype=x.dtype, device=x.device)
         divisors = self._mine(scales).to(x.dtype)
         shares = self._blocks(x) / torch.where(divisors == 0, 1, divisors).unsqueeze(-1)
-        found = torch.bucketize(shares, (table[1:] + table[:-1]) / 2, out_int32=True)
+        found: Tensor = torch.bucketize(shares, (table[1:] + table[:-1]) / 2, out_int32=True)
         found = found if signed else torch.where(shares > 0, found.clamp(min=1), found)
         return self._whole(found).to(torch.uint8)
 

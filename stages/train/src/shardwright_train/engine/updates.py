@@ -67,16 +67,17 @@ class RoundedAdamW(_Update):
 
     def __init__(self, groups: list[dict[str, Any]], settings: Hyperparameters) -> None:
         super().__init__(groups)
-        self._fixed = {"beta1": settings.betas[0], "beta2": settings.betas[1], "eps": settings.eps}
+        (self._beta1, self._beta2), self._eps = settings.betas, settings.eps
 
     def update(self, parameter: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
         """Update with unrounded averages, then keep rounded ones."""
-        averages = self._averages(parameter, state)
+        averages = first, second = self._averages(parameter, state)
         assert parameter.grad is not None
         adamw(
             [parameter],
             [parameter.grad],
-            *([average] for average in averages),
+            [first],
+            [second],
             [],
             [state["step"]],
             fused=True,
@@ -86,7 +87,9 @@ class RoundedAdamW(_Update):
             maximize=False,
             lr=group["lr"],
             weight_decay=group["weight_decay"],
-            **self._fixed,
+            beta1=self._beta1,
+            beta2=self._beta2,
+            eps=self._eps,
         )
         self._keep(state, averages)
 
