@@ -77,6 +77,10 @@ def _ways(asked: AdviseOptions, question: Question, folder: Path) -> Iterator[_W
     if asked.parameters is None and asked.formats.parameters == "float32" and asked.precision == "bfloat16":
         changed = replace(asked, parameters="bfloat16")
         yield _Way("parameters and states in bfloat16", lambda: iter([("--parameters bfloat16", changed)]))
+    if asked.optimizer == ("adamw",) and asked.target is None:
+        yield _Way(
+            "moments in 8 bits", lambda: iter([("--optimizer adamw-8bit", replace(asked, optimizer=("adamw-8bit",)))])
+        )
     if asked.lora is None and not asked.frozen and not asked.mtp:
         config = {"peft_type": "LORA", "r": _RANK, "lora_alpha": _RANK, "target_modules": "all-linear"}
         (folder / "adapter_config.json").write_text(json.dumps(config))
