@@ -7,10 +7,11 @@ import pytest
 from msgspec.structs import replace
 
 from shardwright.io import BadInput, read_document
-from shardwright.optimizers.registry import ADAMW, OPTIMIZERS, Shard
-from shardwright.types import GIB, Parameter, Precision
+from shardwright.optimizers.registry import ADAMW, OPTIMIZERS, Optimizer, Shard, shards_of
+from shardwright.types import GIB, LayerStrategy, Parameter, Precision
 from shardwright_search.commands.verify import check_certifiable
 from shardwright_search.cost_model.plan import evaluate
+from shardwright_search.cost_model.topology import StageTopology
 from shardwright_search.search import SearchAnswer, find_best
 from shardwright_search.space.budget import Infeasible
 from shardwright_search.space.membership import outside
@@ -64,6 +65,29 @@ def test_what_does_not_fit_with_one_optimizer_fits_with_another(given):
     assert answer.chosen.plan.optimizer == "adamw-8bit"
     lacking = _found(given, memory_gib=1e-6, optimizer=("adamw", "adamw-8bit"))
     assert lacking.missing_bytes == _found(given, memory_gib=1e-6, optimizer="adamw-8bit").missing_bytes
+
+
+@pytest.mark.parametrize("tp_dim", [0, 1])
+def test_a_step_costs_what_the_optimizers_move_and_agree_on(make, monkeypatch, tp_dim):
+    """Of AdamW's profiled time the share of bytes; ranks that cut rows in columns agree on scales besides."""
+    model, cluster, request = make.model(), make.cluster(4), make.request()
+    block = model.types["block"]
+    cut = tuple(replace(parameter, tp_dim=tp_dim) for parameter in block.parameters)
+    model = replace(model, types=model.types | {"block": replace(block, parameters=cut)})
+    others = model, cluster, make.profiles(model, cluster)
+    asked = "block", LayerStrategy(type="block", tp_size=2, dp_size=1), StageTopology("n", (2,)), 2, True
+
+    def step_ps(name):
+        return space_of(replace(request, optimizer=name), *others, FILE).instance.costs.layer(*asked).optimizer_ps
+
+    kind = model.types["block"]
+    shares = {name: each.share_of_adamw(shards_of(kind, 2), Precision()) for name, each in OPTIMIZERS.items()}
+    assert step_ps("sgd") == pytest.approx(shares["sgd"] * step_ps("adamw"), abs=2)
+    together = step_ps("adamw-8bit")
+    monkeypatch.setattr(Optimizer, "agreed_bytes", lambda *_: 0)
+    alone = step_ps("adamw-8bit")
+    assert alone == pytest.approx(shares["adamw-8bit"] * step_ps("adamw"), abs=2)
+    assert (together > alone) == (tp_dim == 1)
 
 
 def test_a_plan_with_another_optimizer_is_outside_the_space(given):

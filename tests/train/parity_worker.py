@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from shardwright.io import read_document
 from shardwright.plan.expert_load import expert_slices
 from shardwright.plan.layout import parameter_box
-from shardwright.types import LOW_RANK, Plan, Plans
+from shardwright.types import EMBEDDING, HEAD, LOW_RANK, Model, Plan, Plans
 from shardwright_train.data.share import Batch, with_boundaries
 from shardwright_train.data.split import Boundaries
 from shardwright_train.engine import optimizer
@@ -119,12 +119,13 @@ class Reference:
             named = adapted(stock, plan.model)
         self.initial = {name: p.detach().clone() for name, p in named.items()} if skew else {}
         settings = settings_of(plan)
-        grouped = settings is GROUPED
+        grouped, shapes = settings is GROUPED, described_shapes(plan.model)
         groups = [
             {
                 "params": [parameter],
                 "weight_decay": 0.1 if grouped or (parameter.dim() > 1 and not name.endswith("bias")) else 0.0,
                 "factor": factor_of(name) if grouped else 1.0,
+                "shape": shapes.get(name),
             }
             for name, parameter in named.items()
         ]
@@ -155,6 +156,13 @@ class Reference:
     def part(self, values: dict[str, Tensor], stage: Stage) -> list[Tensor]:
         """What this rank should hold of some values of trained parameters, one by one."""
         return part_of_rank(values, stage, buffers=values is self.parameters)
+
+
+def described_shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    """The shapes of a model's parameters in its description, by their names in the stock model."""
+    family = family_named(model.family, "test")
+    layers = (EMBEDDING, *(f"layers[{i}]" for i in range(len(model.layers))), HEAD)
+    return {family.owner_name(model, name, p.name): p.shape for name in layers for p in model.type_of(name).parameters}
 
 
 def part_of_rank(values: dict[str, Tensor], stage: Stage, buffers: bool = False) -> list[Tensor]:

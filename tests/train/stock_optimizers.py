@@ -13,14 +13,21 @@ Groups = list[dict[str, Any]]
 OTHERS = ("adamw-bf16", "adamw-8bit", "sgd", "lion")
 
 
+WITHOUT_LION = {
+    *("gpt2", "bert", "roberta", "xlm-roberta", "siglip", "llava", "gemma3", "vit", "swin", "glm4"),
+}
+"""Families with gradients that are 0 but for rounding, as of biases of keys: Lion takes their sign."""
+
+
 def with_optimizers(plans: Iterable[Plan], names: Sequence[str] = OTHERS, first: int = 0) -> list[Plan]:
-    """Plans that name these optimizers in turns."""
-    named = ((plan, names[number % len(names)]) for number, plan in enumerate(plans, first))
+    """Plans that name these optimizers in turns; another than Lion where its steps are of rounding."""
+    turns = ((plan, names[number % len(names)]) for number, plan in enumerate(plans, first))
+    named = [(plan, "sgd" if name == "lion" and plan.model.family in WITHOUT_LION else name) for plan, name in turns]
     return [replace(plan, name=f"{name} {plan.name}", optimizer=name) for plan, name in named]
 
 
 def stock_optimizer(name: str, groups: Groups, betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
-    """The optimizer of that name; `groups` have one parameter each, with its name, its decay, and a factor."""
+    """The optimizer of that name; `groups` have one parameter each, and its shape in the model's description."""
     made: dict[str, Callable[[], torch.optim.Optimizer]] = {
         "adamw": lambda: torch.optim.AdamW(groups, betas=betas, eps=eps),
         "adamw-bf16": lambda: Rounded(groups, betas=betas, eps=eps),
@@ -36,9 +43,12 @@ class Rounded(torch.optim.AdamW):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
-        for state in self.state.values():
+        for group in self.param_groups:
+            (parameter,) = group["params"]
+            shape = group.get("shape") or parameter.shape
             for average in ("exp_avg", "exp_avg_sq"):
-                state[average].copy_(self.rounded(average, state[average]))
+                kept = self.state[parameter][average]
+                kept.copy_(self.rounded(average, kept.view(shape)).view(kept.shape))
 
     def rounded(self, _average: str, values: Tensor) -> Tensor:
         return values.bfloat16()

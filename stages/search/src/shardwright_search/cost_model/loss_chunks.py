@@ -12,7 +12,7 @@ from shardwright.types.model_profile import LayerFigures, StateRow
 class LossChunks(NamedTuple):
     """The number of chunks in which a rank's positions go through the logits, and what they are of."""
 
-    count: int
+    number: int
     model: Model
     precision: Precision
 
@@ -29,11 +29,11 @@ class LossChunks(NamedTuple):
         kept *= itemsize * axes.rank_samples(samples)
         held, wide = shards_of(kind, states.tp_size), max(itemsize, ITEMSIZE["float32"])
         trained = sum(each.numel for each in held)
-        moved = self.count * trained * (itemsize + 2 * wide)
+        moved = self.number * trained * (itemsize + 2 * wide)
         step_bytes = ADAMW.step_bytes(held, self.precision)
         summed_s = moved * states.optimizer_s / step_bytes if step_bytes else 0.0
         return whole._replace(
             backward_s=whole.backward_s + whole.forward_s + summed_s,
-            activation_bytes=max(0.0, whole.activation_bytes - kept * (1 - 1 / self.count)),
+            activation_bytes=max(0.0, whole.activation_bytes - kept * (1 - 1 / self.number)),
             workspace_bytes=whole.workspace_bytes + trained * (itemsize + wide),
         )

@@ -233,6 +233,10 @@ def parameter_costs(
     # One gather stands for those of all passes.
     gather = _overlapped(*given, [m for m in messages if m.cause is Cause.PARAMETERS][:1])
     reduction = _overlapped(*given, [m for m in messages if m.cause is Cause.GRADIENTS])
+    share = optimizer.share_of_adamw(shards_of(kind, axes.tensor.size), precision)
+    agreed = filter(None, map(optimizer.agreed_bytes, shards_of(kind, axes.tensor.size, axes.shards)))
+    sharing = axis_group_kinds(topology, axes.tensor)
+    agreed_s = sum(collective_time(profiles, Collective.ALL_REDUCE, sharing, size).time_s for size in agreed)
     return ParameterCosts(
         memory=parameter_memory(
             kind,
@@ -248,9 +252,7 @@ def parameter_costs(
         gather=gather,
         reduction=reduction,
         partial_sum_s=_partial_sum_s(profiles, model, precision, type_name, group, topology),
-        optimizer_s=states.optimizer_s
-        / axes.shards
-        * optimizer.share_of_adamw(shards_of(kind, axes.tensor.size), precision),
+        optimizer_s=states.optimizer_s / axes.shards * share + agreed_s,
     )
 
 

@@ -1,4 +1,4 @@
-"""Averages in 8 bits: codes, and a scale for each block of a row of the stock parameter, whichever ranks hold it.
+"""Averages in 8 bits: codes, and a scale for each block of a row of the whole parameter, whichever ranks hold it.
 
 Blocks lie along rows, so that cutting rows cuts no block. Where columns are cut through blocks, their ranks agree on
 each block's largest value: every plan keeps the same codes. The 256 values of a code are those of Dettmers et al. 2022
@@ -108,11 +108,13 @@ class Blocks(NamedTuple):
     def _blocks(self, x: Tensor) -> Tensor:
         """Numbers by block [..., blocks, size], padded where the rank holds a part of one."""
         left = self.first % self.size
-        return pad(x, (left, -(left + self.columns) % self.size)).unflatten(-1, (-1, self.size))
+        blocks: Tensor = pad(x, (left, -(left + self.columns) % self.size)).unflatten(-1, (-1, self.size))
+        return blocks
 
     def _whole(self, blocks: Tensor) -> Tensor:
         left = self.first % self.size
-        return blocks.flatten(-2)[..., left : left + self.columns].contiguous()  # as fused kernels take it to be
+        whole: Tensor = blocks.flatten(-2)[..., left : left + self.columns]
+        return whole.contiguous()  # as fused kernels take it to be
 
     def _mine(self, scales: Tensor) -> Tensor:
         """The scales of the blocks of which the rank holds a part."""
