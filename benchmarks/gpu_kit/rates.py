@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, rms_norm, scaled_dot_product_attention, silu
 
-from shardwright.optimizers.registry import ADAMW
+from shardwright.optimizers.registry import ADAMW, Shard
 from shardwright.types import Precision
 from shardwright_train.parallel.experts import expert_products
 
@@ -182,7 +182,7 @@ def _adamw(setting: Setting) -> Values:
     for weight in weights:
         weight.grad = torch.full_like(weight, 1e-3)
     adamw = torch.optim.AdamW(weights, fused=True)
-    moved = ADAMW.moved_bytes(sum(weight.numel() for weight in weights), Precision())
+    moved = ADAMW.moved_bytes([Shard(weight.numel()) for weight in weights], Precision())
     return {"bytes_per_s": moved / clock(setting, adamw.step)}
 
 

@@ -14,8 +14,8 @@ MADE_UP = {
     "An optimizer": {
         "registry.py": "monkeypatch.setitem(OPTIMIZERS, ",
         "types/plan.py": "read_document(wrong, Plan)",
-        "supported_fields.py": NOT_SUPPORTED,
-        "engine/optimizer.py": NOT_SUPPORTED,
+        "engine/updates.py": NOT_SUPPORTED,
+        "models/support.py": NOT_SUPPORTED,
     },
     "A schedule": {
         "schedules/NAME.py": "class _Eager(PipelineSchedule)",

@@ -46,7 +46,7 @@ def test_each_way_out_that_is_named_fits_once_it_is_taken_in_the_time_that_is_sa
     assert code == 3, error
     ways = _ways(error)
     assert {option.split()[0] for option, _ in ways.values()} == {
-        "--budget-gib", "--gpus", "--parameters", "--lora", "--seq", "--batch"
+        "--budget-gib", "--gpus", "--parameters", "--optimizer", "--lora", "--seq", "--batch"
     }  # fmt: skip
     for option, step_s in ways.values():
         name, value = option.removeprefix("--").split()
@@ -69,7 +69,7 @@ def test_what_there_was_no_time_for_is_named(capsys, monkeypatch):
     monkeypatch.setattr("shardwright_search.advise.ways_out._LIMIT_S", 0.0)
     code, _, error = _advise(capsys, "llama-3-70b", "--gpus", "8:A100-40", "--batch", 8)
     assert code == 3 and not _ways(error)
-    assert "not decided in the 0 CPU seconds for this: --parameters bfloat16, --lora FOLDER, --seq 4096" in error
+    assert "not decided in the 0 CPU seconds for this: --parameters bfloat16, --optimizer adamw-8bit, " in error
 
 
 def test_a_device_that_has_no_rate_of_a_format_is_refused_with_one_that_it_has(capsys):

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 
 from shardwright.io import ShardwrightError
-from shardwright_train.engine.optimizer import ShardedAdamW
+from shardwright_train.engine.optimizer import ShardedOptimizer
 from shardwright_train.options import RunOptions, decode_job
 from shardwright_train.parallel.world import joined_world
 from shardwright_train.training import nonfinite
@@ -24,7 +24,7 @@ def main(start: str, *job_files: str) -> None:
     with joined_world("cpu") as world, patch.object(nonfinite, "_START", float(start)):
         for file in map(Path, job_files):
             infinite = patch.object(
-                ShardedAdamW, "_squared_norm", lambda _: torch.tensor(math.inf, dtype=torch.float64)
+                ShardedOptimizer, "_squared_norm", lambda _: torch.tensor(math.inf, dtype=torch.float64)
             )
             try:
                 with infinite if file.stem == "endless" else nullcontext():

@@ -23,6 +23,7 @@ from in_one_format import compute_in_the_inputs_format
 from msgspec import UNSET
 from skewed_routing import begin_with, check_skewed, skew_of, skew_routing
 from stock_experts import correct_biases, shares_of
+from stock_optimizers import stock_optimizer
 from tiny_models import (
     batch_of,
     engine_of,
@@ -37,7 +38,7 @@ from transformers.loss.loss_utils import fixed_cross_entropy
 from shardwright.io import read_document
 from shardwright.plan.expert_load import expert_slices
 from shardwright.plan.layout import parameter_box
-from shardwright.types import LOW_RANK, Plan, Plans
+from shardwright.types import EMBEDDING, HEAD, LOW_RANK, Model, Plan, Plans
 from shardwright_train.data.share import Batch, with_boundaries
 from shardwright_train.data.split import Boundaries
 from shardwright_train.engine import optimizer
@@ -107,7 +108,7 @@ def packed(batch: Batch, seed: int, predicts_next: bool) -> Batch:
 
 
 class Reference:
-    """What the stock Hugging Face model and loss give with stock clipping and AdamW in one process: rank 0."""
+    """What the stock Hugging Face model and loss give with stock clipping and optimizer in one process: rank 0."""
 
     def __init__(self, plan: Plan) -> None:
         model = plan.model
@@ -130,30 +131,31 @@ class Reference:
             named = adapted(stock, plan.model)
         self.initial = {name: p.detach().clone() for name, p in named.items()} if skew else {}
         settings = settings_of(plan)
-        grouped = settings is GROUPED
+        grouped, shapes = settings is GROUPED, described_shapes(plan.model)
         groups = [
             {
                 "params": [parameter],
                 "weight_decay": 0.1 if grouped or (parameter.dim() > 1 and not name.endswith("bias")) else 0.0,
                 "factor": factor_of(name) if grouped else 1.0,
+                "shape": shapes.get(name),
             }
             for name, parameter in named.items()
         ]
-        stock_adamw = torch.optim.AdamW(groups, betas=SETTINGS.betas, eps=SETTINGS.eps)
+        stock_update = stock_optimizer(plan.optimizer, groups, SETTINGS.betas, SETTINGS.eps)
         for step, batch in enumerate(batches(plan), start=1):
             logits = stock_logits(stock, batch)
             if skew is not None:
                 check_skewed(stock, skew)
             entropy = fixed_cross_entropy(logits.flatten(0, -2), batch["labels"].flatten())
             loss = entropy + auxiliary_of(stock) / plan.global_batch_size
-            stock_adamw.zero_grad()
+            stock_update.zero_grad()
             loss.backward()
             if step == 1:
                 self.first_gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
             self.norms.append(nn.utils.clip_grad_norm_(named.values(), SETTINGS.clip_norm).item())
-            for group in stock_adamw.param_groups:
+            for group in stock_update.param_groups:
                 group["lr"] = SETTINGS.learning_rate_at(step) * group["factor"]
-            stock_adamw.step()
+            stock_update.step()
             if plan.model.low_rank is UNSET:
                 correct_biases(stock, settings.router_bias_update_rate)
             self.losses.append(loss.item())
@@ -166,6 +168,13 @@ class Reference:
     def part(self, values: dict[str, Tensor], stage: Stage) -> list[Tensor]:
         """What this rank should hold of some values of trained parameters, one by one."""
         return part_of_rank(values, stage, buffers=values is self.parameters)
+
+
+def described_shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    """The shapes of a model's parameters in its description, by their names in the stock model."""
+    family = family_named(model.family, "test")
+    layers = (EMBEDDING, *(f"layers[{i}]" for i in range(len(model.layers))), HEAD)
+    return {family.owner_name(model, name, p.name): p.shape for name in layers for p in model.type_of(name).parameters}
 
 
 def part_of_rank(values: dict[str, Tensor], stage: Stage, buffers: bool = False) -> list[Tensor]:
@@ -366,7 +375,7 @@ def main(plans_file: str, result_file: str, *mutations: str) -> None:
             torch.set_default_dtype(getattr(torch, plan.precision.parameters))
             key = f"{plan.model.architecture_sha256} {len(plan.layers)} {plan.model.tied} {plan.precision.parameters}"
             key += f" {plan.model.layers} {plan.global_batch_size} {settings_of(plan)} {'packed' in plan.name}"
-            key += f" {skew_of(plan)} {'completions' in plan.name}"
+            key += f" {skew_of(plan)} {'completions' in plan.name} {plan.optimizer}"
             if key not in references:
                 references[key] = made_by_first(world, Reference, plan)
             exact = _exact_losses(plan, world) if plan.precision.parameters == "float32" else ()

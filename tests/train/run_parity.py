@@ -1,7 +1,8 @@
 """`make parity`: many random plans of every family on 2, 4 and 8 ranks against one process, in float64.
 
 One launch trains a plan of each family. On 4 and 8 ranks the first of four launches has plans of each family with
-pipeline stages of unequal width, too. Each plan of a family with experts is trained with those shared out as well.
+pipeline stages of unequal width, too. Each plan of a family with experts is trained with those shared out as well; a
+third of the plans with another optimizer, and a quarter with a chunked loss.
 
 python tests/train/run_parity.py [PLANS_PER_FAMILY_ON_2 ON_4 ON_8]
 """
@@ -13,8 +14,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from msgspec.structs import replace
 from random_plans import UNEVEN, random_plan, uneven_plan
 from shared_experts import with_shared_experts
+from stock_optimizers import with_optimizers
 from tiny_models import CONFIGS, tiny
 
 from shardwright.io import write_document
@@ -76,7 +79,9 @@ def _plans(models: Sequence[Model], number: int, size: int) -> list[Plan]:
     if size in UNEVEN and number % 4 == 0:
         plans += [uneven_plan(model, 1000 + number, size) for model in models]
     experts = [plan for plan in plans if family_named(plan.model.family, "test").facts.experts is not None]
-    return [*plans, *(with_shared_experts(plan, number) for plan in experts)]
+    chunked = [replace(plan, name=f"chunks {plan.name}", loss_chunks=2 + number % 3) for plan in plans[number % 4 :: 4]]
+    optimizers = with_optimizers(plans[number % 3 :: 3], first=number)
+    return [*plans, *(with_shared_experts(plan, number) for plan in experts), *chunked, *optimizers]
 
 
 if __name__ == "__main__":

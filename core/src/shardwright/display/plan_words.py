@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from itertools import groupby
 
+from shardwright.optimizers.registry import ADAMW
 from shardwright.plan.axes import axes_of
 from shardwright.types import LayerStrategy, Plan, Recompute, SequenceParallel, Strategy
 
@@ -35,7 +36,9 @@ def shape_words(plan: Plan) -> str:
     """
     widths = [len(stage.ranks) for stage in plan.stages]
     ranks = f" of {' + '.join(map(str, widths))} ranks" if len(set(widths)) > 1 else ""
-    return f"pp{len(plan.stages)}{ranks}, {plan.num_microbatches} microbatch(es), {plan.schedule}"
+    return (
+        f"pp{len(plan.stages)}{ranks}, {plan.num_microbatches} microbatch(es), {plan.schedule}{optimizer_words(plan)}"
+    )
 
 
 def headline(plan: Plan) -> str:
@@ -43,8 +46,13 @@ def headline(plan: Plan) -> str:
     return (
         f"plan {plan.name}: {plan.model.name} on {plan.cluster.name}, batch {plan.global_batch_size} in "
         f"{plan.num_microbatches} microbatches of {plan.microbatch_samples}, "
-        f"{len(plan.stages)} pipeline stage(s), {plan.schedule}"
+        f"{len(plan.stages)} pipeline stage(s), {plan.schedule}{optimizer_words(plan)}"
     )
+
+
+def optimizer_words(plan: Plan) -> str:
+    """Return what follows the words of a plan on its optimizer, where that is not the usual one."""
+    return "" if plan.optimizer == ADAMW.name else f", optimizer {plan.optimizer}"
 
 
 def stage_lines(plan: Plan) -> list[str]:

@@ -28,7 +28,7 @@ from shardwright.estimate.parts import layer_parts
 from shardwright.estimate.runtimes import OPERATOR_S, Graphs
 from shardwright.key import ExpertKey
 from shardwright.models.registry import FAMILIES
-from shardwright.optimizers.registry import ADAMW, Optimizer
+from shardwright.optimizers.registry import ADAMW, Optimizer, shards_of
 from shardwright.plan.axes import axes_of
 from shardwright.plan.communication import Message, loss_messages, region_messages
 from shardwright.plan.expert_messages import shares_experts
@@ -385,14 +385,7 @@ def optimizer_time_s(
 ) -> float:
     """The seconds of an optimizer's step over one layer's parameters, bound by memory, clipping included."""
     optimizer.demand_shards("the estimate of a step")
-    trained = kind.trained_count(parts)
-    moved = optimizer.moved_bytes(trained, precision) + _clipping_bytes(trained, precision)
-    return moved / machine.memory_bytes_per_s
-
-
-def _clipping_bytes(trained: int, precision: Precision) -> int:
-    """The bytes of reading the gradient twice, for its norm and to scale it, and of writing it once."""
-    return 3 * ITEMSIZE[precision.reduce] * trained
+    return optimizer.step_bytes(shards_of(kind, parts), precision) / machine.memory_bytes_per_s
 
 
 def _share(strategy: Strategy, samples: int, precision: Precision, attention: Attention) -> _Share:

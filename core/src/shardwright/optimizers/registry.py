@@ -5,10 +5,52 @@ state. An update element by element runs on any shard and sends nothing: gradien
 matrices says so, and is refused by whatever prices or runs updates of shards.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from shardwright.io import BadInput
-from shardwright.types import ITEMSIZE, DType, Precision
+from shardwright.types import ITEMSIZE, DType, LayerType, Parameter, Precision
+
+
+class Shard(NamedTuple):
+    """The numbers of a trained parameter that a rank holds."""
+
+    numel: int
+    shape: tuple[int, ...] | None = None
+    """Shape of its whole parameter; None: many parameters together, whose states are the leanest that any has."""
+    columns: int = 0
+    """How many numbers of a row of a matrix the rank holds."""
+
+    @classmethod
+    def of(cls, parameter: Parameter, parts: int, shards: int) -> "Shard":
+        """The largest shard of a parameter: a tensor-parallel part, shared out by ZeRO."""
+        last = len(parameter.shape) - 1
+        numel, columns = parameter.shard_numel(parts, shards), 0
+        if last > 0:
+            columns = parameter.part_length(last, parts)
+            columns = -(-columns // shards) if parameter.states_dim(parts, shards) == last else columns
+        return cls(numel, parameter.shape, columns)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether the parameter has rows; taken to where it is not known."""
+        return self.shape is None or len(self.shape) > 1
+
+    def blocks(self, size: int) -> int:
+        """The blocks of `size` numbers of a row whose scales the rank holds: of whole rows where cuts cut blocks."""
+        if self.shape is None or self.numel == 0:
+            return 0
+        row = self.shape[-1] if self.cuts_blocks(size) else self.columns
+        return -(-self.numel // self.columns) * -(-row // size)
+
+    def cuts_blocks(self, size: int) -> bool:
+        """Whether the cut of its columns goes through blocks."""
+        return self.shape is not None and 0 < self.columns < self.shape[-1] and self.columns % size != 0
+
+
+def shards_of(kind: LayerType, parts: int, shards: int = 1) -> tuple[Shard, ...]:
+    """The largest shards of a layer's trained parameters."""
+    return tuple(Shard.of(parameter, parts, shards) for parameter in kind.trained_parameters)
 
 
 class State(NamedTuple):
@@ -18,10 +60,14 @@ class State(NamedTuple):
     """Name in checkpoints, which is PyTorch's key of it."""
     dtype: DType | None = None
     """Number format; None: the format of the stored parameters."""
+    block: int = 0
+    """Numbers of a row that share a scale in float32, each a code of one byte; 0: numbers stand for themselves."""
 
-    def itemsize(self, stored: DType) -> int:
-        """The bytes of one number, for parameters stored in a format."""
-        return ITEMSIZE[self.dtype or stored]
+    def bytes_of(self, held: Shard, stored: DType) -> int:
+        """The bytes of the state of numbers that a rank holds, of parameters stored in a format."""
+        if self.block:
+            return held.numel + ITEMSIZE["float32"] * held.blocks(self.block)
+        return held.numel * ITEMSIZE[self.dtype or stored]
 
 
 class Optimizer(NamedTuple):
@@ -30,18 +76,50 @@ class Optimizer(NamedTuple):
     name: str
     """Name in plans."""
     states: tuple[State, ...]
+    """Those of a matrix."""
+    of_vectors: tuple[State, ...] | None = None
+    """Those of a vector; None: as of a matrix."""
+    temporary: int = 0
+    """Numbers in the parameters' format that a step writes and reads again for each number, where it is not fused."""
     whole_matrices: bool = False
     """True if the update of a matrix needs all of it, on one rank."""
 
     def state_bytes(self, parameter_bytes: int, stored: DType) -> int:
-        """The bytes of the states of trained parameters that are stored in this number of bytes."""
-        return sum(parameter_bytes * state.itemsize(stored) // ITEMSIZE[stored] for state in self.states)
+        """The least bytes of the states of trained parameters that are stored in this number of bytes."""
+        return self.held_bytes([Shard(parameter_bytes // ITEMSIZE[stored])], stored)
 
-    def moved_bytes(self, numel: int, precision: Precision) -> int:
+    def held_bytes(self, held: Iterable[Shard], stored: DType) -> int:
+        """The bytes of the states of what a rank holds of parameters that are stored in a format."""
+        return sum(state.bytes_of(each, stored) for each in held for state in self.states_of(each.is_matrix))
+
+    def states_of(self, is_matrix: bool) -> tuple[State, ...]:
+        """The states of a parameter."""
+        return self.states if is_matrix or self.of_vectors is None else self.of_vectors
+
+    def agreed_bytes(self, held: Shard) -> int:
+        """The bytes of the scales on which ranks with other columns agree in a step."""
+        cut = [state.block for state in self.states if state.block and held.cuts_blocks(state.block)]
+        return sum(ITEMSIZE["float32"] * held.blocks(size) for size in cut)
+
+    def moved_bytes(self, held: Iterable[Shard], precision: Precision) -> int:
         """The bytes that a step reads and writes: parameters and states both ways, and gradients once."""
-        parameter_bytes = ITEMSIZE[precision.parameters] * numel
-        kept = parameter_bytes + self.state_bytes(parameter_bytes, precision.parameters)
+        held = tuple(held)
+        numel, stored = sum(each.numel for each in held), ITEMSIZE[precision.parameters]
+        kept = (1 + self.temporary) * stored * numel + self.held_bytes(held, precision.parameters)
         return 2 * kept + ITEMSIZE[precision.reduce] * numel
+
+    def step_bytes(self, held: Iterable[Shard], precision: Precision) -> int:
+        """The bytes of a step with clipping, which reads gradients twice, for norm and scale, and writes them once."""
+        held = tuple(held)
+        clipped = 3 * ITEMSIZE[precision.reduce] * sum(each.numel for each in held)
+        return self.moved_bytes(held, precision) + clipped
+
+    def share_of_adamw(self, held: Iterable[Shard], precision: Precision) -> float:
+        """The time of a step in steps of AdamW, by which profiles are measured: both are bound by memory."""
+        held = tuple(held)
+        if self == ADAMW or not held:
+            return 1.0
+        return self.step_bytes(held, precision) / ADAMW.step_bytes(held, precision)
 
     def demand_shards(self, purpose: str) -> None:
         """Raise BadInput if shards cannot be updated one by one, as `purpose` assumes."""
@@ -49,6 +127,17 @@ class Optimizer(NamedTuple):
             raise BadInput(f"optimizer {self.name}", f"updates whole matrices, which {purpose} does not", "take adamw")
 
 
-ADAMW = Optimizer("adamw", (State("exp_avg"), State("exp_avg_sq")))
+_MOMENTS = "exp_avg", "exp_avg_sq"
+ADAMW = Optimizer("adamw", tuple(map(State, _MOMENTS)))
 """Loshchilov & Hutter 2019: the moving averages of the gradient and of its square."""
-OPTIMIZERS = {optimizer.name: optimizer for optimizer in (ADAMW,)}
+ADAMW_BF16 = Optimizer("adamw-bf16", tuple(State(name, "bfloat16") for name in _MOMENTS), temporary=4)
+"""AdamW whose averages are rounded to bfloat16 after each step, as DeepSeek-V3 keeps them (arXiv 2412.19437)."""
+ADAMW_8BIT = Optimizer(
+    "adamw-8bit", tuple(State(name, block=256) for name in _MOMENTS), of_vectors=ADAMW.states, temporary=14
+)
+"""Dettmers et al. 2022: averages of matrices in 8 bits, with a scale for each block of a row."""
+SGD = Optimizer("sgd", (State("momentum_buffer"),))
+"""Sutskever et al. 2013, as torch.optim.SGD has it: the sum of decayed gradients."""
+LION = Optimizer("lion", (State("exp_avg"),), temporary=5)
+"""Chen et al. 2023 (arXiv 2302.06675): the sign of an average of gradients."""
+OPTIMIZERS = {optimizer.name: optimizer for optimizer in (ADAMW, ADAMW_BF16, ADAMW_8BIT, SGD, LION)}

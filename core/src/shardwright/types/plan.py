@@ -11,7 +11,7 @@ from shardwright.types.attention import Attention
 from shardwright.types.cluster import Cluster
 from shardwright.types.context_probes import ContextProbe
 from shardwright.types.expert_probes import ExpertProbe
-from shardwright.types.limits import Name, NonNegativeCount, Rank, Samples
+from shardwright.types.limits import Count, Name, NonNegativeCount, Rank, Samples
 from shardwright.types.model import EMBEDDING, HEAD, LayerType, Model
 from shardwright.types.strategy import ContextParallel, LayerStrategy, SequenceParallel, Strategy
 
@@ -19,6 +19,7 @@ DType = Literal["float64", "float32", "bfloat16", "float16"]
 FP8 = "fp8"
 """Format of products with a block's weights in 8 bits, everything else in bfloat16; estimated, not run."""
 ComputeType = Literal["float64", "float32", "bfloat16", "float16", "fp8"]
+OptimizerName = Literal["adamw", "adamw-bf16", "adamw-8bit", "sgd", "lion"]
 Base = Literal["8bit", "4bit"]
 BASE_BITS = {"8bit": 8.0, "4bit": 4.127}
 """Bits of a weight: of LLM.int8 (Dettmers et al. 2022), whose scale is one of a row; of NF4 with constants that are
@@ -185,7 +186,7 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Time of the gradient reduction."""
     precision: Precision = Precision()
     """The number formats."""
-    optimizer: Literal["adamw"] = "adamw"
+    optimizer: OptimizerName = "adamw"
     """The optimizer; its settings belong to the run."""
     attention: Attention = Attention.AUTO
     """The attention kernel."""
@@ -193,6 +194,9 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Modules that kernels of the flash-attn package compute: rotary embeddings, norms, the loss."""
     compile: bool = False
     """Use of torch.compile for each block; embedding and head are left as they are."""
+    loss_chunks: Count | UnsetType = UNSET
+    """Parts in which a rank's positions go through the last product and the loss, which the backward pass computes
+    again: logits are never whole. Left out: 1."""
     stages: Annotated[tuple[PipelineStage, ...], Meta(min_length=1)]
     """The pipeline stages, first to last."""
     embedding: Strategy
@@ -256,6 +260,7 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """
         executed = {name: getattr(self, name) for name in self.__struct_fields__ if name not in ("name", "cluster")}
         model = self.model
+        executed = {name: value for name, value in executed.items() if value is not UNSET}
         executed |= {name: _as_before(to_builtins(executed[name])) for name in ("embedding", "head", "layers")}
         return sha256_of_value(executed | {"model": [model.family, model.config, model.sequence_length, model.layers]})
 

@@ -9,7 +9,7 @@ from msgspec import UNSET, Meta, field
 from shardwright.command import POSITIONAL, Off, Options
 from shardwright.types.attention import Attention
 from shardwright.types.limits import Count, Gib, NonNegativeNumber, PositiveNumber, Samples, Seconds, Share, Tokens
-from shardwright.types.plan import Base, ComputeType, DType, GradientReduction, Precision, Schedule
+from shardwright.types.plan import Base, ComputeType, DType, GradientReduction, OptimizerName, Precision, Schedule
 from shardwright.types.strategy import ContextParallel, DataParallel, Recompute, SequenceParallel
 from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.profile_options import Imbalance, ModelOptions, ProfileOptions
@@ -97,6 +97,10 @@ class AdviseOptions(TrainedParts, frozen=True, kw_only=True):
     runs have it."""
     reduce: Literal["float32", "bfloat16"] | None = None
     """Type of gradients that are summed up and reduced; by default that of the stored parameters."""
+    optimizer: tuple[Literal["any", OptimizerName], ...] = ("adamw",)
+    """Optimizer; given several times, or any, that under which the best plan is the best."""
+    loss_chunks: Count = 1
+    """Parts of a rank's positions whose logits are there at a time; computed again in backward."""
     base: Base | None = None
     """Frozen matrices of blocks in 8 or 4 bits, as QLoRA has them: only estimated."""
     compile: bool = False
@@ -238,6 +242,10 @@ class UniformRequest(Options, frozen=True, kw_only=True):
     """Type of forward and backward; fp8 is only estimated."""
     precision_reduce: DType = "float32"
     """Type of gradient reduction."""
+    optimizer: OptimizerName = "adamw"
+    """Optimizer."""
+    loss_chunks: Count = 1
+    """Parts of a rank's positions whose logits are there at a time."""
     attention: Attention = Attention.AUTO
     """Attention kernel."""
     compile: bool = False

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from math import ceil, inf
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -31,12 +32,13 @@ from shardwright_search.space.budget import (
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.demands import NO_DEMANDS, Demands
 from shardwright_search.space.instance import Instance
-from shardwright_search.space.request import Objective, SearchRequest
+from shardwright_search.space.request import Objective, SearchRequest, of_each_optimizer
 from shardwright_search.space.search_space import SearchSpace, Unlisted, space_of
 
 _FIRST_SHARE = 0.6
 """The most of a time limit that is spent on first plans: bounds, and so proofs, come after them."""
 _EARLY_S = 0.05
+_MAX_RUNNERS_UP = 5
 T = TypeVar("T")
 Report = Callable[[str], None]
 _Given = tuple[Model, Cluster, Profiles]
@@ -109,6 +111,8 @@ def find_best(
     Raises BadInput for a request that names no plan, and for profiles that do not fit it; RuntimeError where a time
     limit is given in another thread than the main one.
     """
+    if len(each := of_each_optimizer(request)) > 1:
+        return _of_several(each, (model, cluster, profiles), file, report, time_limit_s, demands)
     deadline = until(time_limit_s)
     request = with_spare(request, cluster, profiles)
     budgets, given = budgets_of(request, cluster, file), (model, cluster, profiles)
@@ -133,6 +137,62 @@ def find_best(
         reserve += max(answer.over_bytes, reserve)
         report(f"its communicators exceed the budget by {answer.over_bytes} bytes: searching with more in reserve")
     return _fastest(answers) if any(each.fits for each in answers) else _beyond(budgets, answers)
+
+
+def _of_several(
+    requests: Sequence[SearchRequest],
+    given: _Given,
+    file: Path,
+    report: Report,
+    time_limit_s: float | None,
+    demands: Demands,
+) -> SearchAnswer | Infeasible:
+    """Return the best answer to several requests, each of which has an equal share of the time that is left."""
+    deadline, answers, lacking, late = (
+        until(time_limit_s),
+        list[SearchAnswer](),
+        list[Infeasible](),
+        list[StoppedEarly](),
+    )
+    for number, request in enumerate(requests):
+        report(f"optimizer {request.optimizer}")
+        left_s = left(deadline)
+        share = None if left_s is None else left_s / (len(requests) - number)
+        share = CpuSeconds(share) if isinstance(deadline, CpuSeconds) and share is not None else share
+        try:
+            answer = find_best(request, *given, file, report, share, demands)
+        except StoppedEarly as error:
+            late.append(error)
+        else:
+            (lacking if isinstance(answer, Infeasible) else answers).append(answer)  # type: ignore[arg-type]
+    if answers:
+        return best_of(answers, late)
+    if late:
+        raise late[0]
+    return min(lacking, key=lambda each: each.missing_bytes)
+
+
+def best_of(answers: Sequence[SearchAnswer], late: Sequence[StoppedEarly]) -> SearchAnswer:
+    """Return the answer with the quickest plan, with what is proven of all: nothing where one was stopped too early."""
+    best, *others = sorted(answers, key=lambda answer: answer.chosen.sample_s)
+
+    def beside() -> tuple[Candidate, ...]:
+        plans = sorted((*best.runners_up, *(other.chosen for other in others)), key=lambda each: each.sample_s)
+        return tuple(plans[:_MAX_RUNNERS_UP])
+
+    def least(times_s: Callable[[SearchAnswer], float]) -> float:
+        samples = best.chosen.plan.global_batch_size
+        return min(times_s(answer) * samples / answer.chosen.plan.global_batch_size for answer in answers)
+
+    return replace(
+        best,
+        beside=beside,
+        optimum_s=least(attrgetter("optimum_s")),
+        bound_s=0.0 if late else least(attrgetter("bound_s")),
+        examined=sum(answer.examined for answer in answers),
+        solved=sum(answer.solved for answer in answers),
+        stopped=bool(late) or any(answer.stopped for answer in answers),
+    )
 
 
 def _fastest(answers: Sequence[SearchAnswer]) -> SearchAnswer:

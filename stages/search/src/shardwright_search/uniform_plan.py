@@ -1,5 +1,7 @@
 """A plan that spreads every layer alike: Galvatron's GLOBAL mode, made without profiles."""
 
+from msgspec import UNSET
+
 from shardwright.io import BadInput
 from shardwright.types import Cluster, DataParallel, LayerStrategy, Model, Plan, Strategy
 from shardwright_search.options import UniformRequest
@@ -11,6 +13,7 @@ _SETTINGS = (
     "schedule",
     "gradient_reduction",
     "precision",
+    "optimizer",
     "attention",
     "compile",
 )
@@ -56,4 +59,5 @@ def uniform_plan(name: str, request: UniformRequest, model: Model, cluster: Clus
     if request.ep_size is not None or request.etp_size is not None:
         uniform = with_experts(name, model, uniform, request.ep_size or 1, request.etp_size or 1)
     settings = {field: getattr(request, field) for field in _SETTINGS}
+    settings["loss_chunks"] = UNSET if request.loss_chunks == 1 else request.loss_chunks
     return plan_of_uniform(name, uniform, model, cluster, vocabulary, **settings)

@@ -7,7 +7,8 @@ No other file may use one (`tests/architecture` holds this): what a new version 
 | --- | --- | --- |
 | `torch._foreach_mul_`, `torch._foreach_norm` | one kernel for many gradients | `torch.nn.utils.get_total_norm` and \
 `clip_grads_with_norm_`, once they take gradients on several meshes, and weights for replicas |
-| `AdamW.found_inf`, `AdamW.grad_scale` (no underscore, not documented) | an update that the device alone decides on | \
+| `found_inf`, `grad_scale` of optimizers (no underscore, not documented) | an update that the device alone decides \
+on | \
 `torch.amp.GradScaler`, once it takes a norm that was summed over ranks |
 | `torch.distributed._composable.replicate_with_fsdp.replicate` | DDP with FSDP2's mixed precision | `fully_shard` \
 over a mesh (replicate, shard of size 1), at the cost of gathering from a group of one |
@@ -53,6 +54,7 @@ shows the kernels that ran |
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -155,7 +157,10 @@ def gather_asynchronously(module: FSDPModule) -> None:
 
 def with_spec_of(parameter: DTensor, local: Tensor) -> DTensor:
     """A DTensor with another's layout and a given local shard, without checks."""
-    return DTensor(local, parameter._spec, requires_grad=False)
+    spec = parameter._spec
+    if spec.tensor_meta is not None and spec.tensor_meta.dtype is not local.dtype:
+        spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
+    return DTensor(local, spec, requires_grad=False)
 
 
 def direct_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -202,10 +207,10 @@ def flight_recorder_trace(backend: str) -> bytes:
     return dump(True, False)
 
 
-def step_unless(adamw: torch.optim.AdamW, forbidden: Tensor, divisor: Tensor | None) -> None:
+def step_unless(optimizer: torch.optim.Optimizer, forbidden: Tensor, divisor: Tensor | None) -> None:
     """Take a fused step that divides the gradients by `divisor` and changes nothing if `forbidden` is 1.
 
     Both are float32 numbers on the device.
     """
-    adamw.found_inf, adamw.grad_scale = forbidden, divisor  # type: ignore[attr-defined]
-    adamw.step()
+    optimizer.found_inf, optimizer.grad_scale = forbidden, divisor  # type: ignore[attr-defined]
+    optimizer.step()

@@ -104,7 +104,7 @@ class Question(NamedTuple):
         """Return what plans of the user's choices share with those that are searched."""
         request = self.request
         assert isinstance(request.global_batch_size, int)
-        settings = request.precision, request.attention, request.compile
+        settings = request.precision, request.optimizers[0], request.attention, request.compile, request.loss_chunks
         return Setting(self.model, self.cluster, request.global_batch_size, *settings)
 
     def left_bytes(self, plan: Plan, estimate: Estimate) -> tuple[int, ...]:
@@ -165,8 +165,10 @@ def question_of(options: AdviseOptions) -> Question:
         chunks_per_stage=_CHUNKS,
         fine_grained=not options.uniform,
         precision=options.formats,
+        optimizer="any" if "any" in options.optimizer else tuple(o for o in options.optimizer if o != "any"),
         attention=attention,
         compile=options.compile,
+        loss_chunks=options.loss_chunks,
     )
     lengths = priced_lengths(model.sequence_length, request.cp_sizes, options.against)
     models = (model, *(model_of(replace(options, seq=length))[0] for length in lengths))

@@ -7,7 +7,7 @@ from msgspec import UNSET
 from rich.console import Group, RenderableType
 
 from shardwright.devices.utilization import MFU_COUNTS, model_flops_utilization
-from shardwright.display.plan_words import layer_runs, strategy_words
+from shardwright.display.plan_words import layer_runs, optimizer_words, strategy_words
 from shardwright.display.units import duration_text, usd_text
 from shardwright.estimate.accuracy import EXPANDABLE, SEEN, SPARE_SHARE, memory_range
 from shardwright.models.context import plan_obstacle
@@ -123,7 +123,7 @@ def usd_per_billion_tokens(plan: Plan, estimate: Estimate) -> float | None:
 
 def plan_words(plan: Plan) -> str:
     """Return a plan in one line."""
-    shape = f"pp{len(plan.stages)}, {plan.num_microbatches} x {plan.microbatch_samples} samples"
+    shape = f"pp{len(plan.stages)}, {plan.num_microbatches} x {plan.microbatch_samples} samples{optimizer_words(plan)}"
     if plan.schedule.interleaves:
         shape += f", {plan.schedule}"
     runs = layer_runs(plan, 0, len(plan.layers))

@@ -4,22 +4,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from msgspec.structs import replace
-
 from shardwright.io import BadInput
 from shardwright.types import Plan
 from shardwright_search.advise.question import Question
-from shardwright_search.candidates import Candidate
 from shardwright_search.options import System
-from shardwright_search.search import SearchAnswer, StoppedEarly, find_best
+from shardwright_search.search import SearchAnswer, StoppedEarly, best_of, find_best
 from shardwright_search.solver.stopping import CpuSeconds, left, until
 from shardwright_search.space.budget import Infeasible
 from shardwright_search.space.search_space import NothingListed
 from shardwright_search.systems.entry import Entry, Limits
 from shardwright_search.systems.launch import in_pipeline_order
 from shardwright_search.systems.registry import SYSTEMS, TUNED
-
-_MAX_RUNNERS_UP = 5
 
 
 class Started(NamedTuple):
@@ -86,7 +81,7 @@ def best_for(
         else:
             (lacking if isinstance(answer, Infeasible) else answers).append(answer)  # type: ignore[arg-type]
     if answers:
-        return _best(answers, late)
+        return best_of(answers, late)
     if late:
         raise late[0]
     if not lacking:
@@ -104,22 +99,3 @@ def _ways(target: Entry, system: System, question: Question) -> Sequence[Limits]
         problem = f"{target.title} is given one strategy for layers of one type, and {model.name} has {types}"
         raise BadInput(f"--for {system}", problem, "choose another system, or leave --for out")
     return possible
-
-
-def _best(answers: Sequence[SearchAnswer], late: Sequence[StoppedEarly]) -> SearchAnswer:
-    """Return the answer with the quickest plan, with what is proven of all: nothing where one was stopped too early."""
-    best, *others = sorted(answers, key=lambda answer: answer.chosen.sample_s)
-
-    def beside() -> tuple[Candidate, ...]:
-        plans = sorted((*best.runners_up, *(other.chosen for other in others)), key=lambda each: each.sample_s)
-        return tuple(plans[:_MAX_RUNNERS_UP])
-
-    return replace(
-        best,
-        beside=beside,
-        optimum_s=min(answer.optimum_s for answer in answers),
-        bound_s=0.0 if late else min(answer.bound_s for answer in answers),
-        examined=sum(answer.examined for answer in answers),
-        solved=sum(answer.solved for answer in answers),
-        stopped=bool(late) or any(answer.stopped for answer in answers),
-    )

@@ -18,6 +18,7 @@ from shardwright_search.search import SearchAnswer, StoppedEarly
 from shardwright_search.solver.stopping import CpuSeconds, left, until
 from shardwright_search.space.budget import Infeasible, states_beyond_budget
 from shardwright_search.space.configurations import divisors
+from shardwright_search.space.request import of_each_optimizer
 from shardwright_search.space.search_space import space_of
 
 _LIMIT_S, _EACH_S = 8.0, 2.0
@@ -76,6 +77,10 @@ def _ways(asked: AdviseOptions, question: Question, folder: Path) -> Iterator[_W
     if asked.parameters is None and asked.formats.parameters == "float32" and asked.precision == "bfloat16":
         changed = replace(asked, parameters="bfloat16")
         yield _Way("parameters and states in bfloat16", lambda: iter([("--parameters bfloat16", changed)]))
+    if asked.optimizer == ("adamw",) and asked.target is None:
+        yield _Way(
+            "moments in 8 bits", lambda: iter([("--optimizer adamw-8bit", replace(asked, optimizer=("adamw-8bit",)))])
+        )
     if asked.lora is None and not asked.frozen and not asked.mtp:
         config = {"peft_type": "LORA", "r": _RANK, "lora_alpha": _RANK, "target_modules": "all-linear"}
         (folder / "adapter_config.json").write_text(json.dumps(config))
@@ -101,8 +106,7 @@ def _outcome(options: AdviseOptions, search: Search, deadline: float) -> SearchA
     try:
         question = question_of(options)
         whole = question if options.budget_gib is not None else question.whole
-        space = space_of(whole.request, whole.model, whole.cluster, whole.profiles, Path("--gpus"))
-        if (missing := states_beyond_budget(space.instance)) > 0:
+        if (missing := _states_beyond_budget(whole)) > 0:
             return Infeasible("", missing, min(whole.budgets.values()) + missing, exact=False)
         return search(whole, CpuSeconds(min(_EACH_S, left_s)))
     except StoppedEarly:
@@ -177,7 +181,13 @@ def _more_nodes(
 
 def _fewest_by_states(question: Question, nodes: int) -> int:
     """Return the fewest nodes, more than there are, over which the states of all parameters can be sharded."""
-    given = question.request, question.model, question.cluster, question.profiles, Path("--gpus")
     devices, budget = question.cluster.num_devices, min(question.budgets.values())
-    states = (states_beyond_budget(space_of(*given).instance) + budget) * devices
+    states = (_states_beyond_budget(question) + budget) * devices
     return max(nodes + 1, states // (budget * (devices // nodes)))
+
+
+def _states_beyond_budget(question: Question) -> int:
+    """Return the bytes that a rank lacks for the states of the leanest optimizer; 0: none."""
+    given = question.model, question.cluster, question.profiles, Path("--gpus")
+    each = (space_of(one, *given) for one in of_each_optimizer(question.request))
+    return min(states_beyond_budget(space.instance) for space in each)

@@ -158,6 +158,10 @@ def _check_made_by(search: _SearchFile, path: Path, plan: Plan, prediction: Pred
     for field in ("name", "precision", "attention", "gradient_reduction"):
         if getattr(request, field) != getattr(plan, field):
             raise BadInput(search.file, f"asks for another {field} than {path.name} has", remedy)
+    if (plan.loss_chunks or 1) != request.loss_chunks:
+        raise BadInput(search.file, f"asks for other loss_chunks than {path.name} has", remedy)
+    if plan.optimizer not in request.optimizers:
+        raise BadInput(search.file, f"asks for another optimizer than {path.name} has", remedy)
     if plan.global_batch_size not in batch_sizes(request):
         raise BadInput(search.file, f"global_batch_size is not that of {path.name}", remedy)
 

@@ -110,8 +110,8 @@ def _plan_to_export(options: ExportOptions) -> Reading:
     if options.runner_up is not None and options.against is not None:
         raise BadInput("--runner-up and --against", "each names a plan", "give one of them")
     if options.against is not None:
-        settings = plan.global_batch_size, plan.precision, plan.attention, plan.compile
-        return reading_of(options.against, Setting(plan.model, plan.cluster, *settings))
+        settings = plan.precision, plan.optimizer, plan.attention, plan.compile, plan.loss_chunks or 1
+        return reading_of(options.against, Setting(plan.model, plan.cluster, plan.global_batch_size, *settings))
     assert options.runner_up is not None
     runners_up = read_prediction(options.plan, plan).runners_up
     if options.runner_up > len(runners_up):

@@ -112,6 +112,8 @@ def _check_proofs(options: VerifyOptions, certificate: Certificate, space: Searc
 
 def check_certifiable(request: SearchRequest, file: Path) -> None:
     """Raise BadInput for a request whose space no certificate covers."""
+    if len(request.optimizers) > 1:
+        raise BadInput(file, "optimizer: a certificate is of one", "name it, or search without --certificate")
     if any(schedule.interleaves for schedule in request.schedules):
         problem = "schedules: certificates do not cover interleaved_1f1b"
         raise BadInput(file, problem, "leave it out, or search without --certificate")

@@ -33,6 +33,7 @@ from shardwright.types import (
     Strategy,
 )
 from shardwright.types.hardware_profile import GroupKind
+from shardwright.types.model_profile import StateRow
 from shardwright_search.cost_model.collectives import Duration, collective_time, in_turn, longest
 from shardwright_search.cost_model.communication import Nodes, handover_time, redistribution_time, send_time
 from shardwright_search.cost_model.compute import (
@@ -57,6 +58,7 @@ from shardwright_search.cost_model.layer_cost import Gather as Gather
 from shardwright_search.cost_model.layer_cost import LayerCost as LayerCost
 from shardwright_search.cost_model.layer_cost import all_picoseconds, gather_of
 from shardwright_search.cost_model.layer_cost import picoseconds as picoseconds
+from shardwright_search.cost_model.loss_chunks import LossChunks
 from shardwright_search.cost_model.parameters import (
     AllOverlapped,
     LayerParameters,
@@ -119,6 +121,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     gradient_reduction: GradientReduction = GradientReduction.DEFERRED
     time_model: TimeModel = TimeModel.INTERPOLATE
     optimizer: Optimizer = ADAMW
+    loss_chunks: int = 1
 
     def __post_init__(self) -> None:
         self.optimizer.demand_shards("the cost model")
@@ -257,6 +260,10 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         reduces_every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
         compute, further, least = self._passes(type_name, of_passes(strategy), topology, samples, turns)
         figures = compute.figures
+        if type_name == HEAD and self.loss_chunks > 1:
+            chunks = LossChunks(self.loss_chunks, self.model, self.precision)
+            states = (self._states(type_name, strategy, on) for on in topology.each_type)
+            figures = chunks.figures(figures, strategy, samples, max(states, key=lambda each: each.optimizer_s))
         forward_s = max(figures.forward_s + further[0].time_s, least[0])
         backward_s = max(figures.backward_s + further[1].time_s, least[1])
         tied = turns.ties and type_name == HEAD
@@ -393,14 +400,17 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     ) -> ParameterCosts:
         """Return the costs of a group of a layer's parameters, which are the same whatever is recomputed."""
         reduces_every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
-        profiles = self.profiles_on(topology.node_type)
-        tp_size = self._probed(type_name, axes_of(strategy).dense.tensor.size, topology)
-        states = states_of(profiles, type_name, tp_size)
+        profiles, states = self.profiles_on(topology.node_type), self._states(type_name, strategy, topology)
         given = profiles, self.model, self.precision, self.optimizer, reduces_every
         group = parameter_groups(self.model.types[type_name], strategy)[number]
         if tied:
             group = group.without({name for _, name in self.model.tied})
         return parameter_costs(*given, type_name, group, topology, states, single_microbatch)
+
+    def _states(self, type_name: str, strategy: Strategy, topology: StageTopology) -> StateRow:
+        """Return the profiled states of a layer's parameters, of the degree whose numbers serve."""
+        tp_size = self._probed(type_name, axes_of(strategy).dense.tensor.size, topology)
+        return states_of(self.profiles_on(topology.node_type), type_name, tp_size)
 
     def _compute(
         self, type_name: str, strategy: Strategy, topology: StageTopology, micro_batch_size: int

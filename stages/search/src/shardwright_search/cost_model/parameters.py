@@ -17,7 +17,7 @@ from msgspec import UNSET
 
 from shardwright.estimate.held import OURS, Held
 from shardwright.io.table import Source
-from shardwright.optimizers.registry import ADAMW, Optimizer
+from shardwright.optimizers.registry import ADAMW, Optimizer, shards_of
 from shardwright.plan.axes import ParameterAxes, axes_of
 from shardwright.plan.buckets import copied_bucket_bytes
 from shardwright.plan.communication import Cause, Message, parameter_messages, partial_gradient_bytes
@@ -137,7 +137,7 @@ def parameter_memory(
         gradients=gradients,
         gradient_buffer=0,
         gradient_sums=shard_bytes * (replicated and reduce_every_microbatch),
-        optimizer=optimizer.state_bytes(shard_bytes, precision.parameters),
+        optimizer=optimizer.held_bytes(shards_of(kind, axes.tensor.size, axes.shards), precision.parameters),
         buffers=fsdp * (copies * computed * zero3 + (shard_bytes if deferred else full_bytes)),
         unreduced_gradients=_bucket_bytes(kind, axes.tensor.size, precision)
         if replicated
@@ -264,6 +264,10 @@ def parameter_costs(
     if profiles.gathers_alone and strategy.data_parallel is not DataParallel.ZERO3:
         gather = gather._replace(slowdowns=None)
     reduction = _overlapped(*given, [m for m in messages if m.cause is Cause.GRADIENTS])
+    share = optimizer.share_of_adamw(shards_of(kind, axes.tensor.size), precision)
+    agreed = filter(None, map(optimizer.agreed_bytes, shards_of(kind, axes.tensor.size, axes.shards)))
+    sharing = axis_group_kinds(topology, axes.tensor)
+    agreed_s = sum(collective_time(profiles, Collective.ALL_REDUCE, sharing, size).time_s for size in agreed)
     return ParameterCosts(
         memory=parameter_memory(
             kind,
@@ -279,7 +283,7 @@ def parameter_costs(
         gather=gather,
         reduction=reduction,
         partial_sum_s=_partial_sum_s(profiles, model, precision, type_name, group, topology),
-        optimizer_s=states.optimizer_s / axes.shards,
+        optimizer_s=states.optimizer_s / axes.shards * share + agreed_s,
     )
 
 

@@ -47,6 +47,7 @@ def cost_model_of(plan: Plan, profiles: Profiles, time_model: TimeModel = TimeMo
         plan.gradient_reduction,
         time_model,
         OPTIMIZERS[plan.optimizer],
+        plan.loss_chunks or 1,
     )
 
 
@@ -76,7 +77,7 @@ def evaluate(plan: Plan, profiles: Profiles, costs: CostModel | None = None, tim
     Raises BadInput for a field that has no price, and when a profile is of another model, device or precision, or lacks
     a point.
     """
-    check_fields(plan, f"plan {plan.name}", "the cost model", ("optimizer", "precision.base"))
+    check_fields(plan, f"plan {plan.name}", "the cost model", ("optimizer", "precision.base", "loss_chunks"))
     check_profiles(profiles, plan.model, plan.cluster, plan.precision, plan.attention, plan.compile)
     costs = cost_model_of(plan, profiles) if costs is None else costs
     ranges = range_costs(plan, costs)

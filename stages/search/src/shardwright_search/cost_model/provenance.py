@@ -5,6 +5,7 @@ from pathlib import Path
 
 from shardwright.key import LayerKey
 from shardwright.models.context import plan_obstacle
+from shardwright.optimizers.registry import ADAMW
 from shardwright.plan.axes import axes_of, layout_of
 from shardwright.plan.differences import MAX_RELATIVE_ERROR
 from shardwright.plan.expert_messages import shares_experts
@@ -27,7 +28,19 @@ def provenance_warnings(plan: Plan, profiles: Profiles) -> tuple[str, ...]:
     obstacles = (plan.cluster.obstacle, None if context is None else context.problem)
     unrun = (f"plan_only: {obstacle}" for obstacle in obstacles if obstacle is not None)
     lines = (line for one in profiles.used(plan.cluster) for line in _device_lines(plan, one))
-    return (*unrun, *dict.fromkeys(lines), *_load_lines(plan, profiles), *_document_lines(plan))
+    return (
+        *unrun,
+        *dict.fromkeys(lines),
+        *_optimizer_lines(plan),
+        *_load_lines(plan, profiles),
+        *_document_lines(plan),
+    )
+
+
+def _optimizer_lines(plan: Plan) -> Iterator[str]:
+    """Yield the warning for an optimizer whose time no profile has."""
+    if plan.optimizer != ADAMW.name:
+        yield f"assumed: the step of {plan.optimizer} takes as long as AdamW's by the bytes that both move"
 
 
 def _document_lines(plan: Plan) -> Iterator[str]:

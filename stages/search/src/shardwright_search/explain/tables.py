@@ -39,8 +39,8 @@ def node_types_table(plan: Plan, estimate: Estimate) -> SplitTable | None:
 
 
 _FIELDS = (
-    "cluster", "global_batch_size", "num_microbatches", "schedule", "gradient_reduction", "precision", "attention",
-    "fused", "compile",
+    "cluster", "global_batch_size", "num_microbatches", "schedule", "gradient_reduction", "precision", "optimizer",
+    "attention", "fused", "compile", "loss_chunks",
 )  # fmt: skip
 STEP_TERMS = ("gradient_sync", "optimizer")
 """Terms of time that come once a step, not with every microbatch."""

@@ -17,7 +17,7 @@ from shardwright_search.search import SearchAnswer, StoppedEarly, find_best
 from shardwright_search.solver.stopping import Stopped, latest, left, soon
 from shardwright_search.space.budget import Infeasible, any_fits, states_beyond_budget
 from shardwright_search.space.configurations import configurations, divisors, narrowed
-from shardwright_search.space.request import OuterSpace, SearchRequest, Space, batch_sizes
+from shardwright_search.space.request import OuterSpace, SearchRequest, Space, batch_sizes, of_each_optimizer
 from shardwright_search.space.runnable import runnable
 from shardwright_search.space.search_space import space_of
 
@@ -193,6 +193,8 @@ def better_batches(question: WhatIf, searched: SearchAnswer, deadline: float) ->
 def _least_sample_s(question: WhatIf) -> float:
     """Return a time that no plan of a request takes for a sample; infinity where it is refused."""
     _, request, model, cluster, profiles, file = question
+    if len(each := of_each_optimizer(request)) > 1:
+        return min(_least_sample_s(question._replace(request=one)) for one in each)
     try:
         space = space_of(request, model, cluster, profiles, file)
         least_ps = min(space.solvable(each.configuration).relaxed_bound_ps for each in space.targets)
@@ -243,6 +245,8 @@ def fits(
     request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles, file: Path, deadline: float
 ) -> bool:
     """Return whether some plan fits; a request that is refused, or not covered by the profiles, is no remedy."""
+    if len(each := of_each_optimizer(request)) > 1:
+        return any(fits(one, model, cluster, profiles, file, deadline) for one in each)
     try:
         space = space_of(request, model, cluster, profiles, file)
         if states_beyond_budget(space.instance) > 0:

@@ -7,6 +7,7 @@ from itertools import combinations, pairwise
 
 import msgspec
 import numpy as np
+from msgspec import UNSET
 
 from shardwright.plan.schedules.registry import schedule_of
 from shardwright.types import EMBEDDING, HEAD, Cluster, LayerStrategy, PipelineStage, Plan
@@ -193,8 +194,10 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
             schedule=configuration.schedule,
             gradient_reduction=request.gradient_reduction,
             precision=request.precision,
+            optimizer=request.optimizers[0],
             attention=request.attention,
             compile=request.compile,
+            loss_chunks=UNSET if request.loss_chunks == 1 else request.loss_chunks,
             stages=_stages(configuration, solution, ranks, len(model.layers)),
             embedding=embedding,
             head=head,

@@ -31,6 +31,12 @@ def _outside(space: SearchSpace, plan: Plan) -> Iterator[str | None]:
         if getattr(plan, field) != getattr(request, field):
             yield f"another {field} than the search file's"
             return
+    if (plan.loss_chunks or 1) != request.loss_chunks:
+        yield "other loss_chunks than the search file's"
+        return
+    if plan.optimizer not in request.optimizers:
+        yield "another optimizer than the search file's"
+        return
     for configuration in (target.configuration for target in space.targets):
         if _shape(plan) == configuration[: len(_shape(plan))]:
             solution = _solution(instance, configuration, plan)

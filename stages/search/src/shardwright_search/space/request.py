@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from itertools import pairwise
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -11,7 +11,7 @@ from msgspec import Meta
 from shardwright.io import Document, Removed, Value
 from shardwright.types.attention import Attention
 from shardwright.types.limits import Count, Gib, Name, NonNegativeCount, NonNegativeNumber, Sha256, Share
-from shardwright.types.plan import GradientReduction, Precision, Schedule
+from shardwright.types.plan import GradientReduction, OptimizerName, Precision, Schedule
 from shardwright.types.strategy import ContextParallel, DataParallel, Recompute, SequenceParallel
 from shardwright_search.cost_model.time_model import TimeModel
 
@@ -186,16 +186,26 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Layer ranges of a pipeline stage when the schedule is interleaved_1f1b."""
     precision: Precision = Precision()
     """The number formats."""
+    optimizer: OptimizerName | Literal["any"] | Annotated[tuple[OptimizerName, ...], Meta(min_length=1)] = "adamw"
+    """The optimizer; of several, or any, that under which the best plan is the best."""
     attention: Attention = Attention.AUTO
     """The attention kernel."""
     compile: bool = False
     """Whether torch.compile compiles each layer; the profile must be of compiled layers, too."""
+    loss_chunks: Count = 1
+    """Parts in which a rank's positions go through the logits and the loss, which are computed again in backward."""
     gradient_reduction: GradientReduction = GradientReduction.DEFERRED
     """When gradients are reduced."""
     time_model: TimeModel = TimeModel.INTERPOLATE
     """How times are read off the profile."""
     megatron_gather_buffer: bool = False
     """Whether a gathered input of Megatron's sequence parallelism is counted all step long, for exported plans."""
+
+    @property
+    def optimizers(self) -> tuple[OptimizerName, ...]:
+        """Return the optimizers to choose from, each once."""
+        asked = get_args(OptimizerName) if self.optimizer == "any" else self.optimizer
+        return (asked,) if isinstance(asked, str) else tuple(dict.fromkeys(asked))
 
     def __post_init__(self) -> None:
         _check_degrees(self)
@@ -217,6 +227,11 @@ def _check_degrees(request: SearchRequest) -> None:
     for less, more in pairwise(sizes):
         if more % less:
             raise ValueError(f"cp_sizes: {less} does not divide {more}, and layers of one plan may have both")
+
+
+def of_each_optimizer(request: SearchRequest) -> tuple[SearchRequest, ...]:
+    """Return the requests for one optimizer each that a request for several stands for."""
+    return tuple(msgspec.structs.replace(request, optimizer=name) for name in request.optimizers)
 
 
 def batch_sizes(request: SearchRequest) -> Sequence[int]:

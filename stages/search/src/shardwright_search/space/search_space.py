@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from shardwright.io import BadInput
+from shardwright.optimizers.registry import OPTIMIZERS
 from shardwright.types import Cluster, LayerStrategy, Model, Strategy
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.profiles import Profiles, check_profiles
@@ -281,6 +282,8 @@ def space_of(
     Raises BadInput for profiles that do not fit the request, a budget that no device has, and where the runtime has
     none of the context parallelism that is asked for.
     """
+    if len(request.optimizers) > 1:
+        raise BadInput(file, f"optimizer: {', '.join(request.optimizers)} are several", "name one here")
     check_profiles(profiles, model, cluster, request.precision, request.attention, request.compile)
     request = with_spare(request, cluster, profiles)
     sizes = budgets_of(request, cluster, file)
@@ -294,7 +297,16 @@ def space_of(
     }
     if known is not None:
         return SearchSpace(known.on(cluster, request, budgets), file, demands)
-    costs = CostModel(model, cluster, profiles, request.precision, request.gradient_reduction, request.time_model)
+    costs = CostModel(
+        model,
+        cluster,
+        profiles,
+        request.precision,
+        request.gradient_reduction,
+        request.time_model,
+        OPTIMIZERS[request.optimizers[0]],
+        request.loss_chunks,
+    )
     return SearchSpace(Instance.made(request, costs, budgets), file, demands)
 
 

@@ -25,6 +25,7 @@ from shardwright.types import (
     SequenceParallel,
 )
 from shardwright.types.model import base_type
+from shardwright.types.plan import OptimizerName
 from shardwright_search.space.configurations import Configuration, most_stages
 from shardwright_search.space.demands import Demands, Outer
 from shardwright_search.space.request import SearchRequest
@@ -40,8 +41,10 @@ class Setting(NamedTuple):
     cluster: Cluster
     global_batch_size: int
     precision: Precision = Precision()
+    optimizer: OptimizerName = "adamw"
     attention: Attention = Attention.AUTO
     compile: bool = False
+    loss_chunks: int = 1
 
     def uniform(
         self,
@@ -98,8 +101,10 @@ class Setting(NamedTuple):
             schedule=Schedule.ONE_F_ONE_B if choice.chunks == 1 else Schedule.INTERLEAVED_1F1B,
             gradient_reduction=choice.gradient_reduction,
             precision=self.precision,
+            optimizer=self.optimizer,
             attention=self.attention,
             compile=self.compile,
+            loss_chunks=UNSET if self.loss_chunks == 1 else self.loss_chunks,
         )
 
 

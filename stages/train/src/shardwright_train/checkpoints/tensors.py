@@ -32,7 +32,7 @@ from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.world import GroupChannel
 
 _ALIGNMENT = 16
-_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 _HEADER_ALIGNMENT = 8
 _STAGES = 2
 _STAGE_BYTES = 2**25
@@ -211,6 +211,8 @@ class _AnyPadding(DefaultLoadPlanner):
     ) -> None:
         assert metadata is not None
         padded = dict(metadata.state_dict_metadata)
+        if (lacking := next((name for name in state_dict if name not in padded), None)) is not None:
+            raise ValueError(f"it has no {lacking}: another optimizer keeps other states")
         for name, tensor in state_dict.items():
             saved = padded.get(name)
             if not isinstance(saved, TensorStorageMetadata) or saved.size == tensor.size():

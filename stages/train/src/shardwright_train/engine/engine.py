@@ -16,7 +16,7 @@ from shardwright.plan.chunks import chunk_layers
 from shardwright.plan.process_groups import PlannedGroup, strategy_groups
 from shardwright.types import Plan
 from shardwright_train.engine.learning_rate import ANY, Hyperparameters
-from shardwright_train.engine.optimizer import ShardedAdamW, StepOutcome
+from shardwright_train.engine.optimizer import ShardedOptimizer, StepOutcome
 from shardwright_train.models.attention_kernels import use_kernels
 from shardwright_train.pipeline.layer import RankContext
 from shardwright_train.pipeline.p2p import Pipeline, StageAlone
@@ -35,11 +35,12 @@ class Engine:
     """Number of earlier steps in which the optimizer changed the weights."""
 
     @cached_property
-    def optimizer(self) -> ShardedAdamW:
+    def optimizer(self) -> ShardedOptimizer:
         """The optimizer, made at the first use, once the parameters have memory."""
         parameters, replicas = self.stage.parameters_by_name(), self.stage.replicas()
-        names, biases = self.stage.stock_names(), self.stage.router_biases()
-        return ShardedAdamW(parameters, self.settings, replicas, self.updates, names, biases)
+        names, biases, context = self.stage.stock_names(), self.stage.router_biases(), self.stage.context
+        given = parameters, self.settings, replicas, self.updates, names, biases
+        return ShardedOptimizer(*given, context.plan.optimizer, context.groups)
 
     def forward_backward(self, step: Step, hook: StepHook = no_hook) -> Tensor:
         """Run forward and backward of a global batch; see `run_step`."""

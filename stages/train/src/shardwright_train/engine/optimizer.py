@@ -1,12 +1,8 @@
-"""AdamW and gradient clipping over parameters on different device meshes.
+"""A plan's optimizer and gradient clipping over parameters on different device meshes.
 
-For a gradient g, clipped by c = min(1, limit / (|g| + 1e-6)) (Loshchilov & Hutter 2019):
-
-    m = b1 m + (1 - b1) c g,   v = b2 v + (1 - b2) (c g)^2,
-    w = w - rate (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay w).
-
-The norm |g| is over all parameters of the model: each rank adds up the squares of its shards, divided by the number of
-ranks that hold the same shard, and one all-reduce sums them.
+A gradient g is clipped by c = min(1, limit / (|g| + 1e-6)). The norm |g| is over all parameters of the model: each
+rank adds up the squares of its shards, divided by the number of ranks that hold the same shard, and one all-reduce sums
+them.
 """
 
 import math
@@ -19,22 +15,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardwright.optimizers.registry import ADAMW
+from shardwright.optimizers.registry import OPTIMIZERS
 from shardwright_train.engine.learning_rate import Hyperparameters, ParameterGroup, group_of
-from shardwright_train.parallel.data import local_tensor, placed_as
+from shardwright_train.engine.updates import UPDATES, initial_states, tensors_of
+from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.experts import RouterBiases
+from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import peak_memory_bytes
 from shardwright_train.torch_private import foreach_mul_, foreach_norm, step_unless
 
 
-class ShardedAdamW:
-    """AdamW (Loshchilov & Hutter 2019) on each rank's shards.
+class ShardedOptimizer:
+    """A plan's optimizer on each rank's shards.
 
-    The update is elementwise and needs no mesh: it runs fused over plain local tensors, which share memory with the
+    The update is elementwise and needs no mesh: it runs over plain local tensors, which share memory with the
     DTensors. Norms and biases are not decayed unless an option asks for it; a parameter's learning rate is the step's
     times its factor. Both depend on its name in the stock model (`stock_names` for tied parameters), so that all
     replicas are in the same group. `replicas` are tied copies whose gradients another parameter already counts in the
-    norm. Frozen parameters have no moments; `router_biases` are corrected by counts instead. The moments start at zero,
+    norm. Frozen parameters have no states; `router_biases` are corrected by counts instead. The states start at zero,
     and bias correction continues after `updates` steps.
     """
 
@@ -46,35 +44,35 @@ class ShardedAdamW:
         updates: int = 0,
         stock_names: Mapping[str, str] | None = None,
         router_biases: RouterBiases | None = None,
+        optimizer: str = "adamw",
+        groups: Groups | None = None,
     ) -> None:
         self._router_biases = router_biases
         self.parameters, self.settings = parameters, settings
         self._trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         self._counted = [parameter for name, parameter in self._trained.items() if name not in replicas]
         self._local = {name: nn.Parameter(local_tensor(p.detach())) for name, p in self._trained.items()}
-        groups = defaultdict[ParameterGroup, list[nn.Parameter]](list)
+        by_group = defaultdict[ParameterGroup, list[nn.Parameter]](list)
         for name, parameter in self._trained.items():
             stock_name = (stock_names or {}).get(name, name)
             asked = settings.learning_rate_factors, settings.decay_norms_and_biases
-            groups[group_of(stock_name, parameter.dim(), *asked)].append(self._local[name])
-        self._adamw = torch.optim.AdamW(
-            [
-                {"params": members, "weight_decay": settings.weight_decay * group.decays, "factor": group.factor}
-                for group, members in (groups or {ParameterGroup(decays=False, factor=1.0): []}).items()
-            ],
-            lr=settings.learning_rate,
-            betas=settings.betas,
-            eps=settings.eps,
-            fused=True,
-        )
+            by_group[group_of(stock_name, parameter.dim(), *asked)].append(self._local[name])
+        given = [
+            {
+                "params": members,
+                "lr": settings.learning_rate,
+                "weight_decay": settings.weight_decay * group.decays,
+                "factor": group.factor,
+            }
+            for group, members in (by_group or {ParameterGroup(decays=False, factor=1.0): []}).items()
+        ]
+        self._rule = UPDATES[optimizer](given, settings)
         device = local_tensor(next(iter(parameters.values()))).device
         replicas_of = [_replicas(parameter) for parameter in self._counted]
         self._replicas = torch.tensor(replicas_of, dtype=torch.float64, device=device)
-        for local in self._local.values():
-            self._adamw.state[local] = {
-                "step": torch.tensor(float(updates), dtype=torch.float32, device=local.device),
-                **{state.name: torch.zeros_like(local) for state in ADAMW.states},
-            }
+        for name, local in self._local.items():
+            states = initial_states(OPTIMIZERS[optimizer], self._trained[name], local.detach(), updates, groups)
+            self._rule.state[local] = states
 
     def step(self, step: int, loss: Tensor, stop: bool, loss_scale: float = 1.0, save: bool = False) -> "StepOutcome":
         """Clip by the global norm, update, and forget the gradients; `step` counts from 1.
@@ -108,17 +106,13 @@ class ShardedAdamW:
 
     def state(self) -> dict[str, Tensor]:
         """The states as DTensors with their parameters' layout, under `optim.<parameter>.<state>`."""
-        return {
-            f"optim.{name}.{state.name}": placed_as(parameter, self._adamw.state[self._local[name]][state.name])
-            for name, parameter in self._trained.items()
-            for state in ADAMW.states
-        }
+        kept = {name: tensors_of(p, self._rule.state[self._local[name]]) for name, p in self._trained.items()}
+        return {f"optim.{name}.{state}": x for name, states in kept.items() for state, x in states.items()}
 
     @property
     def state_bytes(self) -> int:
         """The bytes of the states on this rank."""
-        states = (self._adamw.state[local][state.name] for local in self._local.values() for state in ADAMW.states)
-        return sum(state.nbytes for state in states)
+        return sum(local_tensor(x).nbytes for x in self.state().values())
 
     def _peaks(self) -> Tensor:
         """The peak memory of this rank at its index, 0 at the others: bytes that 64 bits hold exactly."""
@@ -157,9 +151,9 @@ class ShardedAdamW:
                 foreach_mul_(gradients, scale / loss_scale)
             else:
                 divisor = (loss_scale / scale).float()
-        for group in self._adamw.param_groups:
+        for group in self._rule.param_groups:
             group["lr"] = learning_rate * group["factor"]
-        step_unless(self._adamw, 1.0 - shared[:2].isfinite().all().float(), divisor)
+        step_unless(self._rule, 1.0 - shared[:2].isfinite().all().float(), divisor)
         for local in self._local.values():
             local.grad = None
 

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from pkgutil import resolve_name
 from typing import Any
 
@@ -26,7 +26,7 @@ from shardwright_train.models.masks import Places, alibi_mask, alibi_slopes, mas
 from shardwright_train.models.stock import Pieces, States, WithLoss, skeleton, stock_fillings, unstack
 from shardwright_train.parallel.sharding_rules import OF_OUTPUTS, WORDS, Parts, Rule
 from shardwright_train.parallel.tensor import TensorParallel
-from shardwright_train.parallel.vocab import loss_of_logits, token_embedding
+from shardwright_train.parallel.vocab import loss_in_chunks, loss_of_logits, token_embedding
 
 
 class Family:
@@ -340,7 +340,11 @@ class Family:
         if not pieces.tensor_parallel.splits_sequence:
             normed = normed[:, :labels]
         with pieces.tensor_parallel.entered(normed) as (inputs,):
-            logits = self.logits(pieces, inputs[:, :labels])
+            inputs = inputs[:, :labels]
+            if pieces.tensor_parallel.loss_chunks > 1:
+                given = tuple(matrix.parameters()), batch["labels"], matrix.out_features, pieces.tensor_parallel
+                return loss_in_chunks(partial(self.logits, pieces), inputs, *given)
+            logits = self.logits(pieces, inputs)
         return loss_of_logits(logits, batch["labels"], matrix.out_features, pieces.tensor_parallel)
 
 

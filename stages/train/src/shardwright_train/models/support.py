@@ -17,13 +17,16 @@ from shardwright_train.imports import without_collection
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
 _MIXED_FLOAT16 = ("float32", "float16", "float32")
+OPTIMIZERS_RUN = ("adamw", "adamw-bf16", "adamw-8bit", "sgd", "lion")
+"""Optimizers whose updates engine/updates.py has, which loads torch."""
 _WIDEST_HEAD = 256
 """Largest number of features of a head that flash-attn 2 supports."""
 
 
 def check_supported(plan: Plan, file: object) -> None:
     """Raise BadInput naming the first thing in a plan that cannot be run anywhere."""
-    check_fields(plan, file, "the runtime")
+    further = ("loss_chunks", "optimizer") if plan.optimizer in OPTIMIZERS_RUN else ("loss_chunks",)
+    check_fields(plan, file, "the runtime", further)
     if mtp_layers(plan.model.layers):
         problem = "layers that predict further tokens (mtp) are estimated, not trained"
         raise BadInput(file, problem, "plan without --mtp, or export the plan to megatron")
@@ -105,6 +108,8 @@ def _beyond(plan: Plan) -> Iterator[tuple[str, str]]:
         )
     if (shared := plan_obstacle(plan)) is not None:
         yield shared
+    if plan.loss_chunks and "cross_entropy" in plan.fused:
+        yield "loss_chunks: the fused cross_entropy has all logits at once", "leave one of them out"
     if plan.fused and (obstacle := _fused_obstacle(plan)) is not None:
         yield f"fused {obstacle}", "leave it out"
 

@@ -91,6 +91,12 @@ class Groups:
         """The group of this rank's context-parallel ranks, whose positions attend to each other's."""
         return self._in_stage(plan, Purpose.CONTEXT, axes_of(strategy).context)
 
+    def along(self, mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
+        """The group of this rank along an axis of a layer's mesh, whose own groups may be those of an equal one."""
+        assert mesh.mesh_dim_names is not None
+        purposes = {"tp": Purpose.TENSOR_PARALLEL, "ep": Purpose.EXCHANGE}
+        return self._along(mesh.mesh, axis, purposes.get(mesh.mesh_dim_names[axis], Purpose.DATA_PARALLEL))
+
     def _in_stage(self, plan: Plan, purpose: Purpose, axis: Axis) -> dist.ProcessGroup:
         """This rank's group along an axis of its pipeline stage."""
         groups = axis.groups(_stage_ranks(plan))

@@ -1,6 +1,6 @@
 """Embedding and cross entropy over a vocabulary that a tensor-parallel group shares (Shoeybi et al. 2019)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -66,33 +66,112 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-        rows, index, mine = logits.flatten(0, -2), *_index(labels.flatten(), first, logits.shape[-1])
-        # A rank whose share of a padded vocabulary is empty takes part in the sums with nothing.
-        highest = _wide(rows.new_full(index.shape, -torch.inf) if rows.shape[-1] == 0 else rows.amax(-1))
-        if group.size() > 1:
-            dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-        sums = highest.new_zeros(2, *index.shape)
-        for part in _parts(rows):
-            sums[0, part] = (_wide(rows[part]) - highest[part, None]).exp_().sum(-1)
-        if rows.shape[-1]:
-            chosen = _wide(rows.gather(-1, index[:, None])[:, 0]) - highest
-            sums[1] = chosen.where(mine, sums[1])
-        if group.size() > 1:
-            dist.all_reduce(sums, group=group)
+        loss, highest, total = _loss_of_rows(logits.flatten(0, -2), labels.flatten(), first, group)
         ctx.first = first
-        ctx.save_for_backward(logits, labels, highest, sums[0].clone())
-        return ((sums[0].log() - sums[1]) * (labels.flatten() != IGNORED)).sum()
+        ctx.save_for_backward(logits, labels, highest, total)
+        return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         logits, labels, highest, total = ctx.saved_tensors
-        rows, index, mine = logits.detach().flatten(0, -2), *_index(labels.flatten(), ctx.first, logits.shape[-1])
-        scale = grad * (labels.flatten() != IGNORED)
-        for part in _parts(rows):
-            gradient = (_wide(rows[part]) - highest[part, None]).exp_().div_(total[part, None])
-            gradient.scatter_add_(-1, index[part, None], -mine[part, None].to(gradient.dtype))
-            rows[part] = gradient.mul_(scale[part, None])
+        rows = logits.detach().flatten(0, -2)
+        _overwrite_by_gradient(rows, labels.flatten(), ctx.first, highest, total, grad)
         return rows.view_as(logits), None, None, None
+
+
+def loss_in_chunks(
+    logits_of: Callable[[Tensor], Tensor],
+    inputs: Tensor,
+    parameters: Sequence[Tensor],
+    labels: Tensor,
+    classes: int,
+    tensor_parallel: TensorParallel,
+) -> Tensor:
+    """`loss_of_logits` of the logits of inputs [b, s, h], computed for some positions at a time, and again in backward.
+
+    `parameters` are those that `logits_of` computes with: their gradients are summed up in float32 at least.
+    """
+    labels = labels[:, tensor_parallel.positions_inside(labels.shape[1])]
+    first = tensor_parallel.rank * -(-classes // tensor_parallel.size)
+    given = logits_of, tensor_parallel.loss_chunks, labels, first, tensor_parallel.group
+    total: Tensor = _ChunkedCrossEntropy.apply(inputs, given, *parameters)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Cross entropy that keeps neither logits nor their gradient, but computes each chunk's again."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, given: Any, *parameters: Tensor) -> Tensor:
+        logits_of, chunks, labels, first, group = given
+        rows, losses, kept = inputs.flatten(0, -2), list[Tensor](), list[tuple[Tensor, Tensor]]()
+        for part, wanted in zip(rows.chunk(chunks), labels.flatten().chunk(chunks), strict=True):
+            loss, *found = _loss_of_rows(logits_of(part), wanted, first, group)
+            losses.append(loss)
+            kept.append((found[0], found[1]))
+        ctx.given = given
+        highest, total = (torch.cat(each) for each in zip(*kept, strict=True))
+        ctx.save_for_backward(inputs, highest, total, *parameters)
+        return torch.stack(losses).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, highest, total, *parameters = ctx.saved_tensors
+        logits_of, chunks, labels, first, _ = ctx.given
+        of_inputs, *of_parameters = (ctx.needs_input_grad[i] for i in (0, *range(2, 2 + len(parameters))))
+        rows = inputs.detach().flatten(0, -2)
+        trained = [p for p, is_trained in zip(parameters, of_parameters, strict=True) if is_trained]
+        sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained]
+        gradient = torch.empty_like(rows) if of_inputs else None
+        parts = (each.chunk(chunks) for each in (rows, labels.flatten(), highest, total))
+        begin = 0
+        for part, wanted, *found in zip(*parts, strict=True):
+            with torch.enable_grad():
+                part = part.detach().requires_grad_(of_inputs)
+                logits = logits_of(part)
+            of_logits = logits.detach()
+            _overwrite_by_gradient(of_logits, wanted, first, found[0], found[1], grad)
+            found_here = torch.autograd.grad(logits, [*([part] if of_inputs else []), *trained], of_logits)
+            del logits, of_logits
+            if gradient is not None:
+                gradient[begin : begin + len(part)] = found_here[0]
+            for together, one in zip(sums, found_here[of_inputs:], strict=True):
+                together += one
+            begin += len(part)
+            del found_here
+        summed = (together.to(p.dtype) for together, p in zip(sums, trained, strict=True))
+        of_each = (next(summed) if is_trained else None for is_trained in of_parameters)
+        return None if gradient is None else gradient.view_as(inputs), None, *of_each
+
+
+def _loss_of_rows(rows: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """The summed loss of logits [n, v/n], and each row's highest logit and sum of exponentials, over a group."""
+    index, mine = _index(labels, first, rows.shape[-1])
+    # A rank whose share of a padded vocabulary is empty takes part in the sums with nothing.
+    highest = _wide(rows.new_full(index.shape, -torch.inf) if rows.shape[-1] == 0 else rows.amax(-1))
+    if group.size() > 1:
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+    sums = highest.new_zeros(2, *index.shape)
+    for part in _parts(rows):
+        sums[0, part] = (_wide(rows[part]) - highest[part, None]).exp_().sum(-1)
+    if rows.shape[-1]:
+        chosen = _wide(rows.gather(-1, index[:, None])[:, 0]) - highest
+        sums[1] = chosen.where(mine, sums[1])
+    if group.size() > 1:
+        dist.all_reduce(sums, group=group)
+    return ((sums[0].log() - sums[1]) * (labels != IGNORED)).sum(), highest, sums[0].clone()
+
+
+def _overwrite_by_gradient(
+    rows: Tensor, labels: Tensor, first: int, highest: Tensor, total: Tensor, grad: Tensor
+) -> None:
+    """Put the gradient of the summed loss, times `grad`, in the place of logits."""
+    index, mine = _index(labels, first, rows.shape[-1])
+    scale = grad * (labels != IGNORED)
+    for part in _parts(rows):
+        gradient = (_wide(rows[part]) - highest[part, None]).exp_().div_(total[part, None])
+        gradient.scatter_add_(-1, index[part, None], -mine[part, None].to(gradient.dtype))
+        rows[part] = gradient.mul_(scale[part, None])
 
 
 def _index(labels: Tensor, first: int, classes: int) -> tuple[Tensor, Tensor]:

@@ -295,6 +295,7 @@ def _sharing(context: RankContext, strategy: Strategy, randomness: Randomness, r
         randomness=randomness,
         recomputation=recomputation,
         fused_loss="cross_entropy" in plan.fused,
+        loss_chunks=plan.loss_chunks or 1,
         order=context.order,
         stand_in=context.stand_in,
         expert_group=mesh["ep"].get_group() if "ep" in (mesh.mesh_dim_names or ()) else None,

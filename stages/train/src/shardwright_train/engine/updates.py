@@ -1,0 +1,187 @@
+"""The updates of a plan's optimizers on local tensors: each changes nothing where a flag on the device forbids it.
+
+They are PyTorch's optimizers, or have their shape, and the two attributes of its fused ones: `found_inf`, 1 where the
+step must change nothing, and `grad_scale`, a divisor of gradients. With g the gradient, r the learning rate of a
+parameter and d its decay:
+
+- adamw: `torch.optim.AdamW` (Loshchilov & Hutter 2019);
+- adamw-bf16: the same, whose averages are rounded to bfloat16 when the step is over: the step itself uses unrounded
+  ones. An average that changes by less than 1 part in 512 of itself stays as it is;
+- adamw-8bit: the same, whose averages of matrices become codes of 8 bits (eight_bits.py);
+- sgd: `torch.optim.SGD` with momentum 0.9: b = 0.9 b + g + d w, w = w - r b; the decay is part of the gradient;
+- lion (Chen et al. 2023, algorithm 2): w = w - r (sign(0.9 m + 0.1 g) + d w), then m = 0.99 m + 0.01 g.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from shardwright.optimizers.registry import ADAMW, ADAMW_8BIT, ADAMW_BF16, LION, SGD, Optimizer
+from shardwright_train.engine.eight_bits import Blocks, values
+from shardwright_train.engine.learning_rate import Hyperparameters
+from shardwright_train.parallel.data import placed_as, torch_dtype
+from shardwright_train.parallel.process_groups import Groups
+
+MOMENTUM = 0.9
+LION_BETAS = (0.9, 0.99)
+_BLOCKS, _CODES, _SCALES = "blocks", "_codes", "_scales"
+"""Key of the blocks of a state in codes, and ends of the names of these and of their scales."""
+
+
+class _Update(torch.optim.Optimizer):
+    """An update of this project, parameter by parameter."""
+
+    found_inf: Tensor
+    grad_scale: Tensor | None
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient."""
+        for group, parameter in self._with_gradients():
+            self.update(parameter, group, self.state[parameter])
+
+    def update(self, parameter: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
+        """Update one parameter of a group, and its states."""
+        raise NotImplementedError
+
+    def _with_gradients(self) -> Iterator[tuple[Mapping[str, Any], Tensor]]:
+        return ((group, p) for group in self.param_groups for p in group["params"] if p.grad is not None)
+
+    def _gradient(self, parameter: Tensor, otherwise: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient, or another tensor where the step must change nothing; and 0 or 1 as a factor of changes."""
+        assert parameter.grad is not None
+        gradient = parameter.grad if self.grad_scale is None else parameter.grad / self.grad_scale
+        allowed = self.found_inf == 0
+        return torch.where(allowed, gradient, otherwise), allowed.to(parameter.dtype)
+
+
+class RoundedAdamW(_Update):
+    """AdamW whose averages are kept in another format than the parameters'."""
+
+    def __init__(self, groups: list[dict[str, Any]], settings: Hyperparameters) -> None:
+        super().__init__(groups)
+        (self._beta1, self._beta2), self._eps = settings.betas, settings.eps
+
+    def update(self, parameter: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
+        """Update with unrounded averages, then keep rounded ones."""
+        averages = first, second = self._averages(parameter, state)
+        assert parameter.grad is not None
+        adamw(
+            [parameter],
+            [parameter.grad],
+            [first],
+            [second],
+            [],
+            [state["step"]],
+            fused=True,
+            grad_scale=self.grad_scale,
+            found_inf=self.found_inf,
+            amsgrad=False,
+            maximize=False,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            beta1=self._beta1,
+            beta2=self._beta2,
+            eps=self._eps,
+        )
+        self._keep(state, averages)
+
+    def _averages(self, parameter: Tensor, state: Mapping[str, Any]) -> list[Tensor]:
+        return [state[each.name].to(parameter.dtype, copy=True) for each in ADAMW.states]
+
+    def _keep(self, state: Mapping[str, Any], averages: Sequence[Tensor]) -> None:
+        for each, average in zip(ADAMW.states, averages, strict=True):
+            state[each.name].copy_(average)
+
+
+class EightBitAdamW(RoundedAdamW):
+    """AdamW whose averages of matrices are kept in 8 bits."""
+
+    def _averages(self, parameter: Tensor, state: Mapping[str, Any]) -> list[Tensor]:
+        if _BLOCKS not in state:
+            return super()._averages(parameter, state)
+        blocks: Blocks = state[_BLOCKS]
+        if not parameter.numel():
+            return [torch.empty_like(parameter) for _ in ADAMW.states]
+        return [
+            blocks.unpacked(state[name + _CODES], state[name + _SCALES], signed, parameter.dtype)
+            for name, signed in _signs()
+        ]
+
+    def _keep(self, state: Mapping[str, Any], averages: Sequence[Tensor]) -> None:
+        if _BLOCKS not in state:
+            super()._keep(state, averages)
+            return
+        blocks: Blocks = state[_BLOCKS]
+        maxima = torch.stack([blocks.maxima(average) for average in averages])
+        for group in blocks.groups:
+            dist.all_reduce(maxima, dist.ReduceOp.MAX, group())
+        # The extreme of a block may be rounded, so that codes of codes are others: a step without a change has none.
+        allowed = self.found_inf == 0
+        for (name, signed), average, scales in zip(_signs(), averages, maxima, strict=True):
+            kept = [(state[name + _SCALES], scales)]
+            if average.numel():
+                kept.append((state[name + _CODES], blocks.codes(average, scales, signed)))
+            for before, new in kept:
+                before.copy_(torch.where(allowed, new, before))
+
+
+def _signs() -> Iterator[tuple[str, bool]]:
+    """Yield the averages' names, with whether they may be negative: the one of squares may not."""
+    return zip((each.name for each in ADAMW.states), (True, False), strict=True)
+
+
+class Lion(_Update):
+    """Lion (Chen et al. 2023): steps of equal size, in the direction of an average."""
+
+    def update(self, parameter: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
+        """Update with one average of gradients, then keep another, which forgets more slowly."""
+        (kept,) = (state[each.name] for each in LION.states)
+        gradient, allowed = self._gradient(parameter, kept)
+        rate, (now, later) = group["lr"] * allowed, LION_BETAS
+        direction = kept.lerp(gradient, 1 - now).sign_()
+        parameter.mul_(1 - rate * group["weight_decay"]).sub_(direction.mul_(rate))
+        kept.lerp_(gradient, 1 - later)
+
+
+def initial_states(
+    optimizer: Optimizer, parameter: Tensor, local: Tensor, updates: int, groups: Groups | None
+) -> dict[str, Any]:
+    """The states of a parameter's shard before the first step; bias correction continues after earlier updates."""
+    states: dict[str, Any] = {"step": torch.tensor(float(updates), dtype=torch.float32, device=local.device)}
+    for each in optimizer.states_of(parameter.dim() > 1):
+        if each.block:
+            states[_BLOCKS] = blocks = Blocks.of(parameter, each.block, groups)
+            signed = dict(_signs())[each.name]
+            states[each.name + _SCALES] = blocks.maxima(torch.zeros_like(local))
+            states[each.name + _CODES] = torch.full_like(local, values(signed).index(0.0), dtype=torch.uint8)
+        else:
+            dtype = None if each.dtype is None else torch_dtype(each.dtype)
+            states[each.name] = torch.zeros_like(local, dtype=dtype)
+    return states
+
+
+def tensors_of(parameter: Tensor, states: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What a checkpoint has of a parameter's states, placed as the parameter is."""
+    kept = {name: x for name, x in states.items() if name not in ("step", _BLOCKS)}
+    return {
+        name: states[_BLOCKS].placed(parameter, x) if name.endswith(_SCALES) else placed_as(parameter, x)
+        for name, x in kept.items()
+    }
+
+
+UPDATES: dict[str, Callable[[list[dict[str, Any]], Hyperparameters], torch.optim.Optimizer]] = {
+    ADAMW.name: lambda groups, settings: torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, fused=True),
+    ADAMW_BF16.name: RoundedAdamW,
+    ADAMW_8BIT.name: EightBitAdamW,
+    SGD.name: lambda groups, _: torch.optim.SGD(groups, momentum=MOMENTUM, fused=True),
+    LION.name: lambda groups, _: Lion(groups),
+}
+"""What makes the update of each optimizer, of groups with members, decay and factor of the learning rate."""
