@@ -36,9 +36,8 @@ _SHARINGS = {
     DataParallel.ZERO3: (_RED, "#d6964a"),
 }
 """Colours of layers by kind of data parallelism (None: a single data-parallel rank); the second one is for Ulysses."""
-_DARKEST, _WIDEST = 0.55, 6
-"""The least brightness that a colour keeps, at a tp_size of 2^6, and the power of two beyond which it gets no
-darker."""
+_DARKER, _DARKEST = 0.8, 0.42
+"""The brightness that a colour keeps where tp_size is twice as large, and the least of all."""
 _LIGHTER = 0.35
 """Share of white in the colour of a layer whose shards lie otherwise: in groups of fewer ranks, or ranks apart."""
 
@@ -58,7 +57,7 @@ def strategy_colour(strategy: Strategy) -> str:
     axes = axes_of(strategy)
     shared = strategy.data_parallel if axes.dense.states.size > 1 else None
     colour = _SHARINGS[shared][axes.exchanges_heads]
-    colour = _scaled(colour, 1 - (1 - _DARKEST) * min(log2(strategy.tp_size), _WIDEST) / _WIDEST)
+    colour = _scaled(colour, max(_DARKEST, _DARKER ** log2(strategy.tp_size)))
     usual = not strategy.shard_size and axes.layout.consecutive
     return colour if usual else _scaled(colour, 1 - _LIGHTER, white=_LIGHTER)
 

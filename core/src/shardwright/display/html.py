@@ -44,9 +44,13 @@ def html_figure(title: str, drawing: str) -> str:
     return f"<h3>{title}</h3>{html_drawing(drawing)}"
 
 
-def html_drawing(drawing: str) -> str:
-    """Return a drawing as wide as the page, which a click shows at its own width, to be scrolled, without a script."""
-    return f'<label class="wide"><input type="checkbox" aria-label="larger"/>{drawing}</label>'
+def html_drawing(drawing: str, narrow: str = "") -> str:
+    """Return a drawing as wide as the page, which a click shows at its own width, to be scrolled, without a script.
+
+    `narrow`: what a page as narrow as a telephone's shows in its place.
+    """
+    wide = f'<label class="wide"><input type="checkbox" aria-label="larger"/>{drawing}</label>'
+    return f'<div class="either">{wide}<div class="narrow">{narrow}</div></div>' if narrow else wide
 
 
 def html_tiles(tiles: Iterable[tuple[str, str]]) -> str:
