@@ -1,6 +1,7 @@
 """Files that start a plan elsewhere: each is what its system's schema takes, and starts each node in its place."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,8 @@ def told(content: Any, label: str) -> Any:
         return [told(each, label) for each in content]
     if not isinstance(content, str):
         return content
-    return [line.split(" ")[0] if "<host-" in line else line.replace(label, "plain") for line in lines_run(content)]
+    name = re.compile(rf"^{label}(?=$|-nodes-0-0-0\.{label}$)|(?<=-nodes-0-0-0\.){label}$")
+    return [line.split(" ")[0] if "<host-" in line else name.sub("plain", line) for line in lines_run(content)]
 
 
 @pytest.mark.parametrize("kind", HOSTILE)

@@ -6,7 +6,8 @@ are escaped here as YAML has it.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeGuard
 
 Yaml = str | int | bool | None | Sequence["Yaml"] | Mapping[str, "Yaml"]
 
@@ -30,26 +31,34 @@ def _lines(value: Mapping[str, Yaml]) -> Iterator[str]:
 def _entry(lead: str, value: Yaml) -> Iterator[str]:
     if isinstance(value, str) and _is_block(value):
         yield f"{lead} |"
-        yield from (f"  {line}" if line else "" for line in value[:-1].split("\n"))
+        yield from _indented(value[:-1].split("\n"))
     elif isinstance(value, Mapping) and value:
         yield lead
-        yield from (f"  {line}" if line else "" for line in _lines(value))
-    elif isinstance(value, Sequence) and not isinstance(value, str) and value:
+        yield from _indented(_lines(value))
+    elif _is_list(value):
         yield lead
-        for each in value:
-            yield from _item(each)
+        yield from _items(value)
     else:
         yield f"{lead} {_scalar(value)}"
 
 
-def _item(value: Yaml) -> Iterator[str]:
-    """Yield an entry of a list; the first key of a mapping stands behind its dash."""
-    if isinstance(value, Mapping) and value:
-        first, *rest = _lines(value)
-        yield f"- {first}"
-        yield from (f"  {line}" if line else "" for line in rest)
-    else:
-        yield from _entry("-", value)
+def _items(values: Sequence[Yaml]) -> Iterator[str]:
+    """Yield the entries of a list; the first line of what is nested in one stands behind its dash."""
+    for value in values:
+        if (isinstance(value, Mapping) and value) or _is_list(value):
+            first, *rest = _lines(value) if isinstance(value, Mapping) else _items(value)
+            yield f"- {first}"
+            yield from _indented(rest)
+        else:
+            yield from _entry("-", value)
+
+
+def _is_list(value: Yaml) -> TypeGuard[Sequence[Yaml]]:
+    return isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
+
+
+def _indented(lines: Iterable[str]) -> Iterator[str]:
+    return (f"  {line}" if line else "" for line in lines)
 
 
 def _is_block(text: str) -> bool:
