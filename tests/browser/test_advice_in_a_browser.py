@@ -1,10 +1,7 @@
 """The page of `advise --html` in a real browser, as wide as a desk's screen and as a telephone's."""
 
-import html
-import json
-import re
-
 import pytest
+from driven import LOOK, a_tab
 from see_page import seen
 
 from shardwright.command.command_line import _exit_code
@@ -19,49 +16,17 @@ def page(tmp_path_factory):
     return folder / "page.html"
 
 
-def _cells(page):
-    """The outcome of each place of the sliders, in the words of the page."""
-    text = page.read_text().partition('<script type="application/json" id="grid">')[2].partition("</script>")[0]
-    grid = json.loads(text)
-    return grid["labels"], {
-        place: html.unescape(re.sub(r"<.*?>", "", grid["texts"][numbers[0]]))
-        for place, numbers in grid["cells"].items()
-    }
-
-
 @pytest.mark.parametrize("width", [1280, 420])
-def test_nothing_is_cut_off_wherever_the_sliders_stand(page, width):
-    moves = """
-      const sliders = [...page.querySelectorAll('input[type=range]')];
-      const to = (slider, value) => { slider.value = value; slider.dispatchEvent(new Event('input')); };
-      for (const slider of sliders) {
-        const before = slider.value;
-        for (let value = 0; value <= slider.max; value++) { to(slider, value); look(); }
-        to(slider, before);
-      }
-      for (const slider of sliders) { to(slider, slider.min); look(); }
-      more.push(`${sliders.length} sliders, ${sliders[0].offsetWidth > 150 && sliders[0].offsetHeight > 10}`);
-    """
-    first, *rest = seen(page, width, moves)
-    assert first.startswith(f"seen at {width} px: 3 pictures with ") and first.endswith(", 2 tables")
-    assert rest == ["more: 4 sliders, true"]
+def test_nothing_is_cut_off(page, width):
+    first, *rest = seen(page, width)
+    assert first.startswith(f"seen at {width} px: 6 pictures with ") and first.endswith(", 2 tables")
+    assert rest == []
 
 
-def test_the_sliders_show_the_plan_of_their_size_and_say_what_was_not_computed(page):
-    moves = """
-      const sliders = [...page.querySelectorAll('input[type=range]')];
-      const to = (slider, value) => { slider.value = value; slider.dispatchEvent(new Event('input')); };
-      const say = () => more.push(JSON.stringify([sliders.map((slider) => slider.value).join(','),
-        [...page.querySelectorAll('output')].map((each) => each.textContent), page.getElementById('answer').textContent,
-        page.querySelectorAll('#plan svg').length, page.querySelectorAll('#memory svg').length]));
-      say();
-      for (const slider of sliders) { to(slider, slider.min); say(); }
-    """
-    labels, cells = _cells(page)
-    said = [json.loads(line.removeprefix("more: ")) for line in seen(page, 1280, moves)[1:]]
-    assert len(said) == 5 and said[0][1] == ["8:A100-80", "64", "512", "73.6 GiB"]
-    for place, outputs, answer, plans, memories in said:
-        assert outputs == [labels[axis][int(value)] for axis, value in enumerate(place.split(","))]
-        assert answer.split() == cells[place].split()
-        assert plans == memories == (0 if "not computed" in answer or "No plan fits" in answer else 1)
-    assert "not computed" in said[-1][2] and "Proven" in said[0][2]
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (420, False), (420, True)])
+def test_text_in_pictures_is_read_without_a_glass(page, width, dark):
+    with a_tab() as tab:
+        tab.open(page.as_uri(), width, dark=dark)
+        assert tab.run(LOOK) == []
+        shown = "[...document.querySelectorAll('svg')].filter(each => each.getBoundingClientRect().width).length"
+        assert tab.run(shown) == 3 and tab.run("document.querySelectorAll('input[type=range]').length") == 0

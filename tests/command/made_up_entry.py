@@ -2,7 +2,7 @@
 
 from shardwright.estimate.runtimes import RUNTIMES, RuntimeName
 from shardwright.types import DataParallel, GradientReduction, Model, Plan, Precision, Recompute
-from shardwright_search.systems.entry import Entry, Limits, Reading, Setting, torchrun
+from shardwright_search.systems.entry import Entry, Limits, Reading, Setting, program_of, torchrun
 from shardwright_search.systems.exporting import Exported, ExportTarget, uniform_of
 
 
@@ -40,4 +40,5 @@ MADE_UP = Entry(
     export=export,
     read=read,
     command=lambda plan, file: torchrun(plan, f"made_up.py {file}"),
+    program=program_of('made_up.py "$folder/plan.made-up"'),
 )

@@ -8,10 +8,13 @@ from itertools import combinations
 from math import inf
 from pathlib import Path
 
+import jsonschema
 import pytest
+import yaml
 from command_calls import call as call_app
 from hostile_names import NAME, PLAIN, Page, renamed
 from made_up import make_hardware, make_mixed_cluster, make_request
+from place_schemas import SKYPILOT
 from random_fronts import front_mistakes
 from rest_long import rest_long
 from test_search_mixed import FILE, SLOWNESS, every_plan, profiles_of
@@ -124,7 +127,7 @@ def rented(given, *more: object):
 
 
 def test_the_front_is_written_with_a_plan_for_each_point(given):
-    result = rented(given, "--steps", 1000, "--max-hours", 10, "--max-usd", 10)
+    result = rented(given, "--steps", 1000, "--deadline", 10, "--price", 10)
     assert result.exit_code == 0, result.output
     with (given["out"] / "front.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -132,7 +135,7 @@ def test_the_front_is_written_with_a_plan_for_each_point(given):
     assert [row["nodes"] for row in rows] == [row.nodes for row in table]
     assert sorted(row["nodes"] for row in rows) == ["1xa", "1xa+1xb", "1xb", "2xa", "2xa+1xb"]
     points = [row for row in table if row.status is Status.FRONT]
-    assert points and result.stdout.count("USD a step") == len(points)
+    assert points and all(re.search(rf"│ {re.escape(row.nodes)} +│", result.stdout) for row in points)
     waiting = [line for line in result.stderr.splitlines() if "configurations left" in line]
     assert re.search(r" ms a step, about \d+ s left$", waiting[-2]) and "about" not in waiting[0]
     for row in points:
@@ -223,9 +226,9 @@ def test_nothing_is_left_where_no_plan_fits(given):
 
 
 def test_a_limit_that_no_point_is_within_says_by_how_much(given):
-    result = rented(given, "--steps", 1000, "--max-hours", 1e-9)
+    result = rented(given, "--steps", 1000, "--deadline", 1e-9)
     assert result.exit_code == 3
-    assert "error: --max-hours 1e-09: the fastest, " in result.stderr and "h more" in result.stderr
+    assert "error: --deadline 1e-09: the fastest, " in result.stderr and "h more" in result.stderr
     assert (given["out"] / "front.csv").exists()
 
 
@@ -247,7 +250,7 @@ def test_offers_that_cannot_be_are_refused(given, tmp_path, offers, message):
 
 
 def test_a_folder_with_another_front_and_limits_without_a_length_are_refused(given):
-    assert "--max-usd: says nothing without the training's length" in rented(given, "--max-usd", 1).stderr
+    assert "--price: says nothing without the training's length" in rented(given, "--price", 1).stderr
     given["out"].mkdir()
     (given["out"] / "old.json").touch()
     result = rented(given)
@@ -263,3 +266,49 @@ def test_a_node_type_without_a_price_is_refused():
         sub_clusters(cluster, Offers(), Path("c.json"), Path("o.json"))
     (only,) = sub_clusters(cluster, Offers(node_types={"a": Offer(usd_per_hour=2.0)}), FILE, FILE)
     assert (only.name, only.usd_per_hour) == ("1xa", 2.0)
+
+
+NAMED = ("rent", "gpt2-xl", "--gpus", "0-1x8:A100-80+0-1x8:A10", "--batch", 128)
+
+
+def test_a_model_by_name_needs_no_file(tmp_path):
+    """One line: the table, the page and the plans, by published prices; the chosen point is started on rented nodes."""
+    more = ("--steps", 1000, "--deadline", 1, "--spot", "A100-80=2", "--out", tmp_path / "front")
+    result = call(*NAMED, *more, "--launch", tmp_path / "start")
+    assert result.exit_code == 0, result.output
+    rows = {row.nodes: row for row in read_profile(tmp_path / "front/front.h5", FrontFile).sub_clusters.rows}
+    assert set(rows) == {"1xA10", "1xA100-80", "1xA100-80+1xA10"}
+    assert rows["1xA100-80"].usd_per_hour == 16 and rows["1xA10"].usd_per_hour == pytest.approx(8.08)
+    cheapest = min((row for row in rows.values() if row.plan and row.hours <= 1), key=lambda row: row.usd)
+    assert cheapest.nodes == "1xA100-80" and f"cheapest within 1 h: {cheapest.nodes}," in result.stdout
+    assert result.stdout.startswith("To train gpt2-xl, ")
+    for said in ("price: 2 USD a GPU hour of A100-80 (spot, given)", "spot prices: A100-80;", "price: AWS g5.xlarge"):
+        assert said in result.stdout
+    assert "spot prices: A100-80;" in (tmp_path / "front/front.html").read_text()
+    task = yaml.safe_load((tmp_path / "start/skypilot.yaml").read_text())
+    jsonschema.validate(task, SKYPILOT)
+    assert task["resources"] == {"accelerators": "A100-80GB:8", "use_spot": True, "network_tier": "best"}
+    assert task["num_nodes"] == 1 and "jobs launch" in (tmp_path / "start/skypilot.yaml").read_text()
+    plan = read_document(tmp_path / "start/plan.json", Plan)
+    assert plan == read_document(tmp_path / "front/1xA100-80.json", Plan)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("rent", "gpt2-xl"), "--gpus: is not given: write for example"),
+        (("rent",), "--cluster: is not given: name a model with --gpus, or give"),
+        ((*NAMED, "--cluster", "c.json"), "--cluster: is given beside the model gpt2-xl: give the model, or files"),
+        ((*NAMED[:3], "8x8"), "--gpus: '8x8' is not FROM-TOxGPUS:DEVICE"),
+        ((*NAMED[:3], "2-1x8:A10"), "--gpus: 2-1x8:A10: 2 to 1 nodes: give the fewest first"),
+        ((*NAMED[:3], "1x8:A10+0-1x8:A10"), "--gpus: A10 stands twice"),
+        ((*NAMED[:3], "0-2x8:H20", "--batch", 8), "no price of H20 is known: give --price-per-gpu-hour H20=USD"),
+        ((*NAMED, "--spot", "H200=1"), "--spot: 'H200=1' names none of A100-80, A10: write DEVICE=USD"),
+        ((*NAMED, "--price-per-gpu-hour", "A10=nan"), "--price-per-gpu-hour: 'A10=nan' has no price"),
+        ((*NAMED, "--launch", "start"), "--launch: starts one point of the front: name it: give --deadline or --price"),
+    ],
+)
+def test_a_line_that_is_not_whole_is_refused(words, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = call(*words)
+    assert (result.exit_code, result.stdout) == (2, "") and says in result.stderr and not list(tmp_path.iterdir())

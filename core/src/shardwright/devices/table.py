@@ -77,6 +77,8 @@ class Device(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     network_bytes_per_s: Rate | None = None
     """Bandwidth from a node to others for each of its devices, in one direction."""
     network_bytes_per_s_source: _Text | None = None
+    skypilot: _Text | None = None
+    """Name of the device in SkyPilot's catalogue."""
     usd_per_hour: NonNegativeNumber | None = None
     """Price that one provider asks for one device; indicative."""
     usd_per_hour_source: _Text | None = None

@@ -36,8 +36,8 @@ _SHARINGS = {
     DataParallel.ZERO3: (_RED, "#d6964a"),
 }
 """Colours of layers by kind of data parallelism (None: a single data-parallel rank); the second one is for Ulysses."""
-_BRIGHTNESS = (1.0, 0.84, 0.70, 0.58, 0.48, 0.41, 0.35)
-"""Brightness of a colour at a tp_size of 1, 2, 4 and so on; neighbours are told apart."""
+_DARKER, _DARKEST = 0.8, 0.42
+"""The brightness that a colour keeps where tp_size is twice as large, and the least of all."""
 _LIGHTER = 0.35
 """Share of white in the colour of a layer whose shards lie otherwise: in groups of fewer ranks, or ranks apart."""
 
@@ -57,16 +57,9 @@ def strategy_colour(strategy: Strategy) -> str:
     axes = axes_of(strategy)
     shared = strategy.data_parallel if axes.dense.states.size > 1 else None
     colour = _SHARINGS[shared][axes.exchanges_heads]
-    colour = _scaled(colour, _brightness(strategy.tp_size))
+    colour = _scaled(colour, max(_DARKEST, _DARKER ** log2(strategy.tp_size)))
     usual = not strategy.shard_size and axes.layout.consecutive
     return colour if usual else _scaled(colour, 1 - _LIGHTER, white=_LIGHTER)
-
-
-def _brightness(tp_size: int) -> float:
-    """Return the brightness at a tp_size, on the line between those of its powers of two."""
-    place = min(log2(tp_size), len(_BRIGHTNESS) - 1.0)
-    low = min(int(place), len(_BRIGHTNESS) - 2)
-    return _BRIGHTNESS[low] + (place - low) * (_BRIGHTNESS[low + 1] - _BRIGHTNESS[low])
 
 
 def series_numbers(wanted: Mapping[str, int]) -> dict[str, int]:

@@ -49,7 +49,7 @@ def html_drawings(draw: Callable[[float], str]) -> str:
 
     So words in it are as large as they are on a wide page.
     """
-    return f'<div class="broad">{html_drawing(draw(WIDTH))}</div><div class="narrow">{draw(NARROW)}</div>'
+    return f'<div class="either">{html_drawing(draw(WIDTH))}<div class="narrow">{draw(NARROW)}</div></div>'
 
 
 def html_drawing(drawing: str) -> str:

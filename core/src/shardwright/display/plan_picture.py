@@ -7,19 +7,35 @@ from typing import NamedTuple
 from shardwright.display.chart import bytes_axis
 from shardwright.display.colours import BUDGET, strategy_colour, term_colour
 from shardwright.display.plan_words import strategy_words
-from shardwright.display.svg import FAINT, PAPER, WIDTH, bar, element, legend, line, picture, text
+from shardwright.display.svg import FAINT, NARROW, PAPER, WIDTH, bar, element, legend, line, picture, text
 from shardwright.display.units import bytes_text
 from shardwright.types import EMBEDDING, HEAD, Estimate, LayerStrategy, Plan, Recompute, Strategy
 
-_LEFT, _ROW, _GAP = 150.0, 46.0, 8.0
-"""Measures of a plan's picture in px: left edge of the cells, height of a stage, and space below it."""
+
+class _Layout(NamedTuple):
+    """Measures of a plan's picture in px."""
+
+    width: float
+    left: float
+    """Left edge of the cells."""
+    row: float
+    """Height of a stage."""
+    gap: float
+    """Space between two stages, in which their names are where nothing is left of the cells."""
+
+    def top(self, stage: int) -> float:
+        """Return the upper edge of a stage."""
+        return 24 + (0 if self.left else self.gap) + stage * (self.row + self.gap)
+
+
+_WIDE, _SLIM = _Layout(WIDTH, 150.0, 46.0, 8.0), _Layout(NARROW, 0.0, 34.0, 22.0)
 _SIZE = 70.0
 """Width in px of a size in words."""
 _WORD = 30.0
 """Width in px that the words above a cell need."""
 # Recomputed layers are hatched, so that the colour is left for how they are sharded.
 _HATCH = (
-    '<pattern id="NAME" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<pattern id="hatch" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     '<rect width="2.6" height="7" fill="#fff" fill-opacity="0.5"/></pattern>'
 )
 
@@ -34,23 +50,23 @@ class _Cell(NamedTuple):
 
 
 def draw_plan(plan: Plan, across: float = WIDTH, *, together: bool = False) -> str:
-    """Draw a plan as inline SVG, so many px wide; equal neighbouring layers of a stage may be one bar, `together`."""
+    """Draw a plan as inline SVG, WIDTH or NARROW px across; equal neighbours of a stage are one bar if `together`."""
+    layout = _WIDE if across == WIDTH else _SLIM
     layers = [_Cell(str(i), layer, plan.stage_of(f"layers[{i}]")) for i, layer in enumerate(plan.layers)]
     head = _Cell(HEAD, plan.head, len(plan.stages) - 1)
     cells = [_Cell(EMBEDDING, plan.embedding, 0), *(_runs(layers) if together else layers), head]
-    width, hatch = (across - _LEFT) / (len(layers) + 2), "hatch" if across == WIDTH else "hatch-narrow"
-    drawn = [_row_frame(plan, stage, across) for stage in range(len(plan.stages))]
+    width = (layout.width - layout.left) / (len(layers) + 2)
+    drawn = [_row_frame(plan, stage, layout) for stage in range(len(plan.stages))]
     starts = accumulate((cell.columns for cell in cells), initial=0)
     for column, cell in zip(starts, cells, strict=False):
-        drawn.append(_bar(_LEFT + column * width, 24 + cell.stage * (_ROW + _GAP), width * cell.columns, cell, hatch))
+        place = layout.left + column * width, layout.top(cell.stage), width * cell.columns
+        drawn.append(_bar(*place, layout.row, cell))
     for column, name in enumerate((EMBEDDING, *map(str, range(len(layers))), HEAD)):
-        if _is_labelled(column, len(layers) + 2, width):
-            drawn.append(_label(_LEFT + column * width, width, name))
-    top = 24 + len(plan.stages) * (_ROW + _GAP) + 14
-    left = _LEFT if across == WIDTH else 0.0
-    marks, height = legend(_legend_entries(cells, hatch), left, top, across - left)
-    pattern = _HATCH.replace("NAME", hatch)
-    return picture("".join(drawn) + marks, across, top + height, f"the plan {plan.name}", pattern)
+        if _is_labelled(column, len(layers) + 2, width) and (layout.left or not 0 < column * width < _WORD):
+            drawn.append(_label(layout.left + column * width, width, name))
+    top = layout.top(len(plan.stages)) + 14
+    marks, height = legend(_legend_entries(cells), layout.left, top, layout.width - layout.left)
+    return picture("".join(drawn) + marks, layout.width, top + height, f"the plan {plan.name}", _HATCH)
 
 
 def _runs(layers: Sequence[_Cell]) -> Iterator[_Cell]:
@@ -60,29 +76,35 @@ def _runs(layers: Sequence[_Cell]) -> Iterator[_Cell]:
         yield first._replace(name=name, columns=len(rest) + 1)
 
 
-def _row_frame(plan: Plan, stage: int, across: float) -> str:
-    y = 24 + stage * (_ROW + _GAP)
+def _row_frame(plan: Plan, stage: int, layout: _Layout) -> str:
+    y = layout.top(stage)
     ranks = plan.stages[stage].ranks
     node_types = dict.fromkeys(plan.cluster.node_type_of_rank[rank] for rank in ranks)
     several = f"ranks {ranks[0]}–{ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
-    frame = element("rect", x=_LEFT, y=y, width=across - _LEFT, height=_ROW, fill=FAINT, rx=4)
-    name = text(0, y + 19, f"stage {stage}", look="strong")
-    return frame + name + text(0, y + 36, f"{several} · {'/'.join(node_types)}"[:24], look="soft small")
+    frame = element("rect", x=layout.left, y=y, width=layout.width - layout.left, height=layout.row, fill=FAINT, rx=4)
+    where = f"{several} · {'/'.join(node_types)}"
+    if not layout.left:
+        return frame + text(0, y - 6, f"stage {stage} · {where}"[:48], look="soft small")
+    return frame + text(0, y + 19, f"stage {stage}", look="strong") + text(0, y + 36, where[:24], look="soft small")
 
 
-def _bar(x: float, y: float, width: float, cell: _Cell, hatch: str) -> str:
+def _bar(x: float, y: float, width: float, height: float, cell: _Cell) -> str:
     name, strategy, _, columns = cell
     inset = 1.5 if width > 10 else 0.4
     layers = "layers" if columns > 1 else "layer"
     title = f"{name if name in (EMBEDDING, HEAD) else f'{layers} {name}'}: {strategy_words(strategy)}"
-    left, top, wide, high = x + inset, y + 3, width - 2 * inset, _ROW - 6
+    left, top, wide, high = x + inset, y + 3, width - 2 * inset, height - 6
     drawn = bar(left, top, wide, high, title, fill=strategy_colour(strategy), rx=3)
     if _is_recomputed(strategy):
         place = {"x": left, "y": top, "width": wide, "height": high}
-        drawn += element("rect", **place, fill=f"url(#{hatch})", rx=3, pointer_events="none")
+        drawn += element("rect", **place, fill="url(#hatch)", rx=3, pointer_events="none")
     if name in (EMBEDDING, HEAD):
         edge = x + width if name == EMBEDDING else x
-        drawn += line(edge, y + 3, edge, y + _ROW - 3, stroke=PAPER, stroke_width=4)
+        drawn += line(edge, y + 3, edge, y + height - 3, stroke=PAPER, stroke_width=4)
+    if wide >= _WORD:
+        # A colour alone would tell tensor-parallel sizes apart by its brightness only.
+        words = f"tp{strategy.tp_size}"
+        drawn += text(x + width / 2, y + height / 2 + 4, words, "on", text_anchor="middle", pointer_events="none")
     return drawn
 
 
@@ -90,16 +112,19 @@ def _label(x: float, width: float, name: str) -> str:
     """Draw the label above a cell; if cells are too narrow, the first and last label end at their cell's right edge."""
     is_end, words = name in (EMBEDDING, HEAD), {EMBEDDING: "emb", HEAD: "head"}.get(name, name)
     if is_end and width < _WORD:
-        return text(x + width, 16, words, text_anchor="end", look="soft small")
+        at_edge = x + width < _WORD
+        return text(
+            x if at_edge else x + width, 16, words, text_anchor="start" if at_edge else "end", look="soft small"
+        )
     return text(x + width / 2, 16, words, text_anchor="middle", look="soft small")
 
 
-def _legend_entries(cells: Sequence[_Cell], hatch: str) -> list[tuple[str, str]]:
+def _legend_entries(cells: Sequence[_Cell]) -> list[tuple[str, str]]:
     entries: dict[str, str] = {}
     for _, strategy, _, _ in cells:
         mark = element("rect", width=13, height=13, rx=3, fill=strategy_colour(strategy))
         if _is_recomputed(strategy):
-            mark += element("rect", width=13, height=13, rx=3, fill=f"url(#{hatch})")
+            mark += element("rect", width=13, height=13, rx=3, fill="url(#hatch)")
         entries.setdefault(strategy_words(strategy), mark)
     return [(mark, word) for word, mark in entries.items()]
 
@@ -117,12 +142,13 @@ def _is_recomputed(strategy: Strategy) -> bool:
 def draw_memory(estimate: Estimate, budget_bytes: int | None, across: float = WIDTH) -> str:
     """Draw each pipeline stage's peak memory, stacked by term, against the budget."""
     left, right, top, height, gap = 76.0, 84.0, 22.0, 28.0, 10.0
+    width, marks = across, 5 if across == WIDTH else 2
     terms = [term for stage in estimate.stages for term, size in stage.memory_terms_bytes.items() if size]
     drawn_terms = list(dict.fromkeys(terms))
     peak = max(*(sum(stage.memory_terms_bytes.values()) for stage in estimate.stages), estimate.memory_bytes)
     # A budget far above what is needed is said in words: drawn to scale it would leave no picture.
     budget_shown = budget_bytes if budget_bytes is not None and budget_bytes <= 2.5 * peak else 0
-    axis = bytes_axis(max(peak, budget_shown) * 1.02, left, across - right, 5 if across == WIDTH else 3)
+    axis = bytes_axis(max(peak, budget_shown) * 1.02, left, width - right, marks)
     bottom = top + len(estimate.stages) * (height + gap)
     drawn = []
     for value, words in axis.tick_labels:
@@ -145,12 +171,13 @@ def draw_memory(estimate: Estimate, budget_bytes: int | None, across: float = WI
         drawn.append(text(x, 10, f"budget {bytes_text(budget_shown)}", text_anchor="end", look="small"))
     elif budget_bytes:
         words = f"budget {bytes_text(budget_bytes)}, off the scale"
-        drawn.append(text(across - 2, 10, words, text_anchor="end", look="soft small"))
+        drawn.append(text(width - 2, 10, words, text_anchor="end", look="soft small"))
     entries = [
         (element("rect", width=13, height=13, rx=3, fill=term_colour(term)), _words(term)) for term in drawn_terms
     ]
-    named, legend_height = legend(entries, left, bottom + 34, across - left)
-    return picture("".join(drawn) + named, across, bottom + 34 + legend_height, "memory by pipeline stage")
+    start = left if across == WIDTH else 0.0
+    named, legend_height = legend(entries, start, bottom + 34, width - start)
+    return picture("".join(drawn) + named, width, bottom + 34 + legend_height, "memory by pipeline stage")
 
 
 def _words(name: str) -> str:

@@ -4,11 +4,12 @@ import re
 from collections.abc import Sequence
 from html import escape
 from math import ceil, floor, log10
+from textwrap import wrap
 
 WIDTH = 1020.0
 """Width of a picture, in px: the width of the report's page."""
-NARROW = 376.0
-"""Width of a picture on a page that is 420 px wide, with a bar to scroll, in px."""
+NARROW = 360.0
+"""Width of a picture on a telephone, in px, where its text is as large as drawn."""
 
 # Mid-tones of Okabe & Ito's colours that any reader can tell apart, on white as on black.
 PALETTE = ("#3a86c8", "#e08a1e", "#2a9d76", "#c45a9c", "#8a7bd0", "#c9b01f", "#58b3d6", "#d0583a")
@@ -103,16 +104,20 @@ def marker(number: int, x: float, y: float, size: float = 4.0, title: str = "", 
 def legend(entries: Sequence[tuple[str, str]], x: float, y: float, width: float, mark: float = 13) -> tuple[str, float]:
     """Return the drawing of marks with words, as many in a row as fit, and its height.
 
-    An entry is the inside of a mark (an element drawn in a 13 x 13 box) and its word.
+    An entry is the inside of a mark (an element drawn in a 13 x 13 box) and its words, broken where they are wider.
     """
     drawn, at, row = [], x, y
-    for inside, word in entries:
-        needed = mark + 7 + len(word) * _CHARACTER + 18
+    for inside, words in entries:
+        first, *rest = wrap(words, max(1, int((width - mark - 7) / _CHARACTER))) or [""]
+        needed = mark + 7 + len(first) * _CHARACTER + 18
         if at > x and at + needed > x + width:
             at, row = x, row + 22
         drawn.append(element("g", inside, transform=f"translate({at:.1f},{row:.1f})"))
-        drawn.append(text(at + mark + 7, row + 11, word))
+        drawn.append(text(at + mark + 7, row + 11, first))
         at += needed
+        for more in rest:
+            at, row = x + width, row + 16
+            drawn.append(text(x + mark + 7, row + 11, more))
     return "".join(drawn), row - y + 22 if entries else 0.0
 
 

@@ -5,6 +5,7 @@ from typing import NoReturn
 from shardwright.command import Command, CommandLine, run
 from shardwright_search import options
 from shardwright_search.certificate.options import VerifyOptions
+from shardwright_search.explore.options import ExploreOptions
 from shardwright_search.rent.options import RentOptions
 
 _COMMANDS = "shardwright_search.commands"
@@ -19,6 +20,7 @@ APP = CommandLine(
         "plan": Command(options.PlanOptions, f"{_COMMANDS}.plan:plan"),
         "evaluate": Command(options.EvaluateOptions, f"{_COMMANDS}.given_plans:evaluate_plan"),
         "correct": Command(options.CorrectOptions, f"{_COMMANDS}.measured:correct"),
+        "explore": Command(ExploreOptions, "shardwright_search.explore.server:explore"),
         "explain": Command(options.ExplainOptions, f"{_COMMANDS}.explain:explain"),
         "export": Command(options.ExportOptions, f"{_COMMANDS}.given_plans:export_plan"),
         "devices": Command(options.DevicesOptions, f"{_COMMANDS}.listing:list_devices"),

@@ -16,6 +16,17 @@ from shardwright_search.profile_options import Imbalance, ModelOptions, ProfileO
 from shardwright_search.trained_parts import TrainedParts
 
 
+class System(StrEnum):
+    """Whom plans are exported for."""
+
+    ACCELERATE = "accelerate"
+    DEEPSPEED = "deepspeed"
+    GALVATRON = "galvatron"
+    MEGATRON = "megatron"
+    MEGATRON_BRIDGE = "megatron-bridge"
+    TORCHTITAN = "torchtitan"
+
+
 class PlanOptions(ModelOptions, frozen=True, kw_only=True):
     """Find the best plan that fits the memory budget of the search file, and prove it."""
 
@@ -23,6 +34,9 @@ class PlanOptions(ModelOptions, frozen=True, kw_only=True):
     """Search file (shardwright.search, JSON); its memory_gib is in GiB."""
     out: Path
     """Plan file to write; PLAN.prediction.json is written beside it."""
+    target: System | None = field(default=None, name="for")
+    """A system that is to run the plan: of the search file's space only what it runs is searched, so that `export`
+    writes it."""
     time_limit: Seconds | None = None
     """Seconds after which the best plan so far is taken, with the gap that is proven; Ctrl-C takes it, too."""
     runners_up: bool = False
@@ -51,17 +65,6 @@ class GridOptions(ProfileOptions, frozen=True, kw_only=True):
     """Seconds for each cell after which the best plan so far is taken, with its gap."""
 
 
-class System(StrEnum):
-    """Whom plans are exported for."""
-
-    ACCELERATE = "accelerate"
-    DEEPSPEED = "deepspeed"
-    GALVATRON = "galvatron"
-    MEGATRON = "megatron"
-    MEGATRON_BRIDGE = "megatron-bridge"
-    TORCHTITAN = "torchtitan"
-
-
 class AdviseOptions(TrainedParts, frozen=True, kw_only=True):
     """Say whether a model fits a cluster, the best plan, and what it yields: no GPU, no profile, nothing measured.
 
@@ -83,7 +86,8 @@ class AdviseOptions(TrainedParts, frozen=True, kw_only=True):
     """The system that is to run the plan: what it runs is searched, priced with its runtime unless --runtime names
     another, and what starts it is printed."""
     launch: Path | None = None
-    """New folder of what starts the plan in the system of --for."""
+    """New folder of what starts the plan in the system of --for, else here: by hand, in Docker, on Slurm, Kubernetes
+    (JobSet, Kubeflow), SkyPilot."""
     take: str = "best"
     """The plan that --out and --launch write: best (the answer), fastest, uniform, runner-up:N, a rule:NAME, or one of
     --against."""
@@ -126,9 +130,9 @@ class AdviseOptions(TrainedParts, frozen=True, kw_only=True):
     out: Path | None = None
     """Plan file to write."""
     html: Path | None = None
-    """Page to write that opens offline: pictures, and sliders over other GPUs, batches, lengths and budgets."""
-    html_limit: Seconds = 120.0
-    """CPU seconds for these searches; what is not computed in them, the page says."""
+    """Page to write that opens offline: the answer with its pictures, and the front of memory against time."""
+    html_limit: Seconds = 30.0
+    """CPU seconds for the searches of that front; what is not computed in them, the page says."""
 
     @property
     def formats(self) -> Precision:
@@ -291,8 +295,8 @@ class ExportOptions(Options, frozen=True, kw_only=True):
     out: Path
     """Its file: JSON, command-line arguments or TOML."""
     launch: Path | None = None
-    """New folder of what starts the plan beside its file: scripts of Megatron-LM on the plan's nodes (by hand, in
-    Docker, on Slurm), accelerate's launch file, the module of torchtitan 0.3."""
+    """New folder of what starts the plan on its nodes: by hand, in Docker, on Slurm, on Kubernetes (JobSet, Kubeflow's
+    TrainJob), on rented ones (SkyPilot), with accelerate's launch file or the module of torchtitan 0.3."""
     hosts: Path | None = None
     """Hosts for --launch, one host name and its node type a line; those of a type in the order of the pipeline."""
 

@@ -1,16 +1,15 @@
-"""Answers for other GPUs, batches, lengths and budgets than those that were asked about, as many as time allows."""
+"""Answers beside the one that was asked: for less memory, and for more or fewer GPUs, as many as time allows."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import product
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from shardwright.devices.table import read_devices
 from shardwright.io import BadInput
-from shardwright.types import GIB, Estimate, Model, Plan
-from shardwright_search.advise.question import Question, group_of, machines_of, model_of, question_of
+from shardwright.types import GIB, Estimate, Plan
+from shardwright_search.advise.question import Question, group_of, machines_of, question_of
 from shardwright_search.options import AdviseOptions
 from shardwright_search.search import SearchAnswer, StoppedEarly
 from shardwright_search.solver.stopping import CpuSeconds, left, until
@@ -18,44 +17,11 @@ from shardwright_search.space.budget import Infeasible
 
 _FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Sizes of the cluster over those that were asked."""
-_NEAR_FACTORS = (0.5, 1.0, 2.0)
-"""Batches and lengths over those that were asked."""
-_SHARES = (0.25, 0.4, 0.55, 0.7, 0.85, 1.0)
+SHARES = (0.25, 0.4, 0.55, 0.7, 0.85, 1.0)
 """Budgets over the one that was asked, the last."""
-_SHARE_OF_TIME = 3
-"""How many times the mean of the time that is left one column may take."""
 
 Searched = Callable[[Question, float], SearchAnswer | Infeasible]
 """A search: the question, and the CPU seconds until the best plan so far is taken."""
-
-
-class Axes(NamedTuple):
-    """Values of each size, ascending, with the one that was asked among them: of budgets it is the largest."""
-
-    gpus: tuple[str, ...]
-    """As `--gpus` takes them."""
-    batches: tuple[int, ...]
-    lengths: tuple[int, ...]
-    """Tokens of a sample; one alone for a model of images."""
-    shares: tuple[float, ...]
-    """Budgets over the one that was asked."""
-
-    def columns(self, asked: "Column") -> list["Column"]:
-        """Return the clusters, batches and lengths, those that are the fewest steps from the asked ones first."""
-
-        def steps(column: Column) -> int:
-            axes = zip((self.gpus, self.batches, self.lengths), column, asked, strict=True)
-            return sum(abs(values.index(one) - values.index(other)) for values, one, other in axes)
-
-        return sorted((Column(*each) for each in product(self.gpus, self.batches, self.lengths)), key=steps)
-
-
-class Column(NamedTuple):
-    """A cluster, a batch and a length, which answers for all budgets share."""
-
-    gpus: str
-    batch: int
-    length: int
 
 
 class Sized(NamedTuple):
@@ -78,24 +44,38 @@ class Sized(NamedTuple):
 
 Outcome = Sized | str | None
 """An answer, the reason why there is no plan, or None: time was over before it was known."""
-Outcomes = Mapping[tuple[Column, float], Outcome]
 
 
-def column_of(question: Question, gpus: str) -> Column:
-    """Return the column of a question about some `--gpus`."""
-    assert isinstance(question.request.global_batch_size, int)
-    return Column(gpus, question.request.global_batch_size, question.model.sequence_length)
+def outcomes_by_budget(asked: Sized, search: Searched, deadline: float) -> list[Outcome]:
+    """Return the outcome for each of `SHARES` of the budget that is known at a deadline or Ctrl-C; else None."""
+    known = dict[float, Outcome]()
+    with suppress(KeyboardInterrupt):
+        for share, outcome in _budgets(asked.question, asked, search, deadline):
+            known[share] = outcome
+    return [known.get(share) for share in SHARES]
 
 
-def axes_of(options: AdviseOptions, question: Question) -> Axes:
-    """Return sizes near the asked ones: those for which there are figures, and lengths that the model allows."""
-    asked = column_of(question, options.gpus)
-    return Axes(
-        gpus=tuple(dict.fromkeys(gpus for factor in _FACTORS for gpus in _resized(options, factor))),
-        batches=tuple(dict.fromkeys(max(1, round(asked.batch * factor)) for factor in _NEAR_FACTORS)),
-        lengths=tuple(_lengths(options, question.model)),
-        shares=_SHARES,
-    )
+def outcomes_by_cluster(
+    options: AdviseOptions, asked: Sized, search: Searched, each_s: float
+) -> Iterator[tuple[str, Outcome]]:
+    """Yield the outcome for other numbers of GPUs and the same batch, by their --gpus; each has some CPU seconds."""
+    for gpus in clusters_near(options):
+        if gpus == options.gpus:
+            yield gpus, asked
+            continue
+        try:
+            question = question_of(replace(options, gpus=gpus, batch=asked.plan.global_batch_size))
+        except BadInput as error:
+            yield gpus, f"There is no such plan: {error.args[1]}."
+            continue
+        with suppress(KeyboardInterrupt):
+            result = _searched(question, search, until(CpuSeconds(each_s)))
+            yield gpus, _outcome(question, result)
+
+
+def clusters_near(options: AdviseOptions) -> tuple[str, ...]:
+    """Return the GPUs that were asked, and multiples and parts of them for which there are figures, ascending."""
+    return tuple(dict.fromkeys(gpus for factor in _FACTORS for gpus in _resized(options, factor)))
 
 
 def _resized(options: AdviseOptions, factor: float) -> Iterator[str]:
@@ -118,77 +98,28 @@ def _scaled(group: tuple[str, int, int], factor: float, *, may_split: bool) -> s
     return f"1x{int(split)}:{device}" if may_split and split.is_integer() and split >= 1 else None
 
 
-def _lengths(options: AdviseOptions, model: Model) -> Iterator[int]:
-    asked = model.sequence_length
-    for length in (round(asked * factor) for factor in _NEAR_FACTORS):
-        with suppress(BadInput):  # the model takes no other length
-            if length == asked or model_of(replace(options, seq=length))[0].sequence_length == length:
-                yield length
-
-
-def outcomes_of(
-    options: AdviseOptions,
-    axes: Axes,
-    asked: Sized,
-    search: Searched,
-    tell: Callable[[str], None],
-    deadline: float,
-) -> Outcomes:
-    """Return the outcome for each column and budget that is known at a deadline or Ctrl-C; the asked column is first.
-
-    A column has a few times its part of the time that is left.
-    """
-    column = column_of(asked.question, options.gpus)
-    columns = axes.columns(column)
-    known: dict[tuple[Column, float], Outcome] = {}
-    with suppress(KeyboardInterrupt):
-        for number, each in enumerate(columns):
-            left_s = left(deadline) or 0.0
-            tell(f"other sizes: {number} of {len(columns)} done, at most {max(left_s, 0):.0f} s of CPU time left")
-            share_s = min(left_s, _SHARE_OF_TIME * left_s / (len(columns) - number))
-            if number and left_s <= 0:
-                break
-            question = asked.question if number == 0 else _question(options, each, column)
-            best = asked if number == 0 else None
-            for share, outcome in _budgets(question, axes.shares, best, search, share_s):
-                known[each, share] = outcome
-    return known
-
-
-def _question(options: AdviseOptions, column: Column, asked: Column) -> Question | str:
-    """Return the question of a column; the reason where there is none, such as a batch without a search."""
-    seq = options.seq if column.length == asked.length else column.length
-    try:
-        return question_of(replace(options, gpus=column.gpus, batch=column.batch, seq=seq))
-    except BadInput as error:
-        return f"There is no such plan: {error.args[1]}."
-
-
-def _budgets(
-    question: Question | str, shares: Sequence[float], best: Sized | None, search: Searched, limit_s: float
-) -> Iterator[tuple[float, Outcome]]:
-    """Yield the outcome for each budget, descending; a plan that fits a smaller budget is the best there, too.
-
-    `best`: that of the largest, where it is known. A text in place of the question is the outcome of all budgets.
-    """
-    if isinstance(question, str):
-        yield from ((share, question) for share in shares)
-        return
-    deadline, lacking = until(CpuSeconds(limit_s)), None
-    for share in sorted(shares, reverse=True):
+def _budgets(question: Question, best: Sized, search: Searched, deadline: float) -> Iterator[tuple[float, Outcome]]:
+    """Yield the outcome for each budget, descending; a plan that fits a smaller budget is the best there, too."""
+    known: Sized | None = best
+    lacking: Infeasible | None = None
+    for share in sorted(SHARES, reverse=True):
         narrow = _narrowed(question, share)
-        if best is not None and narrow.fits(best.plan, best.estimate):
-            yield share, best._replace(question=narrow)
+        if known is not None and narrow.fits(known.plan, known.estimate):
+            yield share, known._replace(question=narrow)
         elif lacking is not None:
             yield share, _reason(narrow, lacking)
         else:
             result = _searched(narrow, search, deadline)
-            lacking, best = (result, None) if isinstance(result, Infeasible) else (None, best)
-            if isinstance(result, SearchAnswer):
-                best = Sized.of_answer(narrow, result)
-                yield share, best
-            else:
-                yield share, _reason(narrow, result) if isinstance(result, Infeasible) else result
+            outcome = _outcome(narrow, result)
+            lacking = result if isinstance(result, Infeasible) else None
+            known = outcome if isinstance(outcome, Sized) else None if lacking is not None else known
+            yield share, outcome
+
+
+def _outcome(question: Question, result: SearchAnswer | Infeasible | str | None) -> Outcome:
+    if isinstance(result, SearchAnswer):
+        return Sized.of_answer(question, result)
+    return _reason(question, result) if isinstance(result, Infeasible) else result
 
 
 def _searched(question: Question, search: Searched, deadline: float) -> SearchAnswer | Infeasible | str | None:

@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardwright.io import BadInput
-from shardwright.types import Plan
+from shardwright.types import Cluster, Model, Plan, Precision
 from shardwright_search.advise.question import Question
+from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.options import System
 from shardwright_search.search import SearchAnswer, StoppedEarly, best_of, find_best
 from shardwright_search.solver.stopping import CpuSeconds, left, until
 from shardwright_search.space.budget import Infeasible
+from shardwright_search.space.request import SearchRequest
 from shardwright_search.space.search_space import NothingListed
 from shardwright_search.systems.entry import Entry, Limits
 from shardwright_search.systems.launch import in_pipeline_order
@@ -44,14 +46,10 @@ def started(system: System, plan: Plan, tuned: bool = False) -> Started:
     """
     target = TUNED.get(system, SYSTEMS[system]) if tuned else SYSTEMS[system]
     name = f"--for {system}"
-    ordered = in_pipeline_order(plan, name)
-    if target.launch is not None:
-        exported, launch = target.launch(plan, name, None)
-        files, notes = launch.files, (*exported.notes, *launch.notes)
-    else:
-        exported = target.export(ordered, name)
-        files, notes = dict(exported.beside), exported.notes
-    return Started(target.command(ordered, target.file_name), {target.file_name: exported.text, **files}, notes)
+    exported, launch = target.launched(plan, name)
+    command = target.command(in_pipeline_order(plan, name), target.file_name)
+    notes = (*exported.notes, *launch.notes)
+    return Started(command, {target.file_name: exported.text, **launch.files}, notes)
 
 
 def best_for(
@@ -62,16 +60,48 @@ def best_for(
     Each way has an equal share of the time that is left. Raises StoppedEarly where no plan was found in time, and
     BadInput where the system runs no plan of the model on these devices.
     """
-    target, deadline = SYSTEMS[system], until(CpuSeconds(limit_s))
-    ways = _ways(target, system, question)
+    model, devices = question.model, question.cluster.num_devices
+    ways = _ways(system, question.model, question.request.precision)
+    requests = [(way, way.narrowed(question.request, model, devices)) for way in ways]
+    given = model, question.cluster, question.profiles, Path(f"--for {system}")
+    return _best_of_ways(system, requests, given, tell, CpuSeconds(limit_s))
+
+
+def planned_for(
+    system: System,
+    request: SearchRequest,
+    given: tuple[Model, Cluster, Profiles, Path],
+    tell: Callable[[str], None],
+    limit_s: float | None,
+) -> SearchAnswer | Infeasible:
+    """Return the best plan of a request's space that a system runs in any of its ways; `given` as to `find_best`.
+
+    Raises as `best_for`, and BadInput naming the request's file for what of it the system decides.
+    """
+    model, cluster, _, file = given
+    ways = _ways(system, model, request.precision)
+    try:
+        requests = [(way, way.restricted(request, model, cluster.num_devices)) for way in ways]
+    except ValueError as error:
+        raise BadInput(file, str(error), "leave them out beside --for") from None
+    return _best_of_ways(system, requests, given, tell, limit_s)
+
+
+def _best_of_ways(
+    system: System,
+    requests: Sequence[tuple[Limits, SearchRequest | None]],
+    given: tuple[Model, Cluster, Profiles, Path],
+    tell: Callable[[str], None],
+    limit_s: float | None,
+) -> SearchAnswer | Infeasible:
+    """Return the best plan of all ways of a system with a request, which share the time that is left."""
+    target, deadline, (model, cluster, *_) = SYSTEMS[system], until(limit_s), given
     answers, lacking, late = list[SearchAnswer](), list[Infeasible](), list[StoppedEarly]()
-    given = question.model, question.cluster, question.profiles, Path(f"--for {system}")
-    for number, way in enumerate(ways):
-        request = way.narrowed(question.request, question.model, question.cluster.num_devices)
+    for number, (way, request) in enumerate(requests):
         if request is None:
             continue
         tell(f"{target.title}: {way.words}")
-        share = CpuSeconds((left(deadline) or 0.0) / (len(ways) - number))
+        share = _share(deadline, len(requests) - number)
         try:
             answer = find_best(request, *given, tell, share, way.demands._replace(elsewhere=True))
         except NothingListed:
@@ -85,14 +115,23 @@ def best_for(
     if late:
         raise late[0]
     if not lacking:
-        problem = f"{target.title} runs no plan of {question.model.name} on {question.cluster.name}"
+        problem = f"{target.title} runs no plan of {model.name} on {cluster.name}, or none that is searched"
         raise BadInput(f"--for {system}", problem, "choose another system, or leave --for out")
     return min(lacking, key=lambda each: each.missing_bytes)
 
 
-def _ways(target: Entry, system: System, question: Question) -> Sequence[Limits]:
+def _share(deadline: float, parts: int) -> float | None:
+    """Return one of so many parts of the time until a deadline, on its clock; None: there is no deadline."""
+    left_s = left(deadline)
+    if left_s is None:
+        return None
+    return CpuSeconds(left_s / parts) if isinstance(deadline, CpuSeconds) else left_s / parts
+
+
+def _ways(system: System, model: Model, precision: Precision) -> Sequence[Limits]:
     """Return the ways in which a system runs a model; raises BadInput where none has layers of all its types."""
-    model, ways = question.model, target.limits(question.model, question.request.precision)
+    target = SYSTEMS[system]
+    ways = target.limits(model, precision)
     possible = [way for way in ways if way.runs(model)]
     if ways and not possible:
         types = ", ".join(dict.fromkeys(model.layers))

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
-from itertools import chain, count
+from itertools import chain, count, dropwhile
 from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from shardwright.io import BadInput
-from shardwright.types import GIB
+from shardwright.types import GIB, Recompute
 from shardwright_search.advise.question import Question, question_of
 from shardwright_search.options import AdviseOptions
 from shardwright_search.search import SearchAnswer, StoppedEarly
@@ -24,7 +24,7 @@ from shardwright_search.space.search_space import space_of
 _LIMIT_S, _EACH_S = 8.0, 2.0
 """CPU seconds of all side searches, and of one."""
 _NEXT = 3
-"""Numbers of nodes that are tried one after the other, before each is twice the last."""
+"""Numbers of nodes that are tried one after the other, before doubles of the asked one are."""
 _MOST_TIMES_NODES = 64
 _MOST_BUDGETS = 4
 _RANK = 16
@@ -63,7 +63,7 @@ def ways_out(options: AdviseOptions, question: Question, lacking: Infeasible, se
                     break
             yield from [] if words is None else [words]
     if options.target is None:
-        yield "recomputation of whole layers and micro-batches of one sample are part of the search already"
+        yield _by_recomputing(question, lacking, search, deadline)
     if late:
         yield f"not decided in the {limit_s:g} CPU seconds for this: {', '.join(late)}"
 
@@ -130,6 +130,27 @@ def _brings(outcome: SearchAnswer | Infeasible | BadInput, lacking: Infeasible) 
     return f"fits, {most}{estimate.simulated_step_time_s:.4g} s a step, {tokens_per_s:,.0f} tokens/s"
 
 
+def _by_recomputing(question: Question, lacking: Infeasible, search: Search, deadline: float) -> str:
+    """Return what the leanest plan spares by recomputation, which it has already, as it has the least micro-batches."""
+    counted = "recomputation and micro-batches of one sample are in the leanest plan already"
+    left_s = left(deadline) or 0.0
+    if left_s <= 0 or not lacking.exact:
+        return counted
+    request = replace(question.request, recompute=(Recompute.NONE,))
+    try:
+        without = search(question._replace(request=request), CpuSeconds(min(_EACH_S, left_s)))
+    except StoppedEarly:
+        return counted
+    if not isinstance(without, Infeasible):
+        return counted
+    least = "" if without.exact else "at least "
+    return f"{counted}: without recomputing it would need {least}{_more(without, lacking):.2f} GiB more a rank"
+
+
+def _more(without: Infeasible, lacking: Infeasible) -> float:
+    return max(0, without.missing_bytes - lacking.missing_bytes) / GIB
+
+
 def _larger_budget(
     asked: AdviseOptions, question: Question, lacking: Infeasible, search: Search, deadline: float
 ) -> Iterator[str]:
@@ -161,8 +182,10 @@ def _more_nodes(
     (group,) = question.cluster.nodes
     per_node = question.cluster.node_types[group.node_type].devices_per_node
     device = asked.gpus.rpartition(":")[2]
-    first, fewest = _fewest_by_states(question, group.count), True
-    numbers = chain(range(first, first + _NEXT), (first * 2**power for power in count(1)))
+    first, fewest, refused = _fewest_by_states(question, group.count), True, list[str]()
+    # What divides the batch is found among the next numbers, or among the asked one's doubles.
+    doubles = (group.count * 2**power for power in count(1))
+    numbers = chain(range(first, first + _NEXT), dropwhile(lambda number: number < first + _NEXT, doubles))
     for number in numbers:
         changed = replace(asked, gpus=f"{number}x{per_node}:{device}")
         outcome = _outcome(changed, search, deadline) if number <= first * _MOST_TIMES_NODES else None
@@ -170,13 +193,14 @@ def _more_nodes(
             kind = "the fewest nodes" if fewest and number < first + _NEXT else "enough nodes, maybe not the fewest"
             yield f"--gpus {changed.gpus} ({kind}): {_brings(outcome, lacking)}"
             return
-        if isinstance(outcome, BadInput) and number == first:
-            yield f"--gpus {changed.gpus}: {_brings(outcome, lacking)}"
-            return
+        if isinstance(outcome, BadInput):
+            # Such a number of nodes divides nothing, or is not known at all: the next one may be possible.
+            refused.append(f"--gpus {changed.gpus}: {_brings(outcome, lacking)}")
         if (left(deadline) or 0.0) <= 0 or number > first * _MOST_TIMES_NODES:
-            yield f"more nodes: {first} or more are needed; how many was not found in time"
+            late = f"more nodes: {first} or more are needed; how many was not found in time"
+            yield refused[0] if len(refused) > _NEXT else late
             return
-        fewest = fewest and isinstance(outcome, Infeasible)
+        fewest = fewest and isinstance(outcome, Infeasible | BadInput)
 
 
 def _fewest_by_states(question: Question, nodes: int) -> int:

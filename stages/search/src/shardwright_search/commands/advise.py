@@ -15,7 +15,7 @@ from shardwright_search.advise.choices import RULES, plan_of_rule, reading_of
 from shardwright_search.advise.page import advice_page
 from shardwright_search.advise.question import Question, config_notes, question_of
 from shardwright_search.advise.report import Advice, PricedChoice, report
-from shardwright_search.advise.sizes import Sized, axes_of, column_of, outcomes_of
+from shardwright_search.advise.sizes import Sized, outcomes_by_budget
 from shardwright_search.advise.targeted import Within, best_for, started
 from shardwright_search.advise.ways_out import ways_out
 from shardwright_search.candidates import Candidate, kind_of
@@ -31,6 +31,7 @@ from shardwright_search.simplest import Simple, simplest
 from shardwright_search.solver.stopping import CpuSeconds, latest, left, soon, until
 from shardwright_search.space.budget import Infeasible
 from shardwright_search.space.request import SearchRequest
+from shardwright_search.systems.own_runtime import own_launch
 from shardwright_search.systems.registry import SYSTEMS
 
 _RULE = "rule:"
@@ -48,18 +49,18 @@ def advise(options: AdviseOptions) -> None:
     deadline = until(CpuSeconds(options.time_limit))
     with progress() as tell:
         line = tell if sys.stderr.isatty() else _seldom(tell)
-        answer = _searched(options, question, line, deadline)
+        answer = searched(options, question, line, deadline)
         if isinstance(answer, Infeasible) and options.budget_gib is None:
             # Runs that filled a GPU further have run, too: the answer says that it is near the limit.
             question = question.whole
-            answer = _searched(options, question, line, deadline)
+            answer = searched(options, question, line, deadline)
         if isinstance(answer, Infeasible):
-            raise NothingFits(_nothing_fits(options, question, answer))
+            raise NothingFits(nothing_fits(options, question, answer))
         rules, whole = latest(_rules_of_thumb(question), soon(0.0 if answer.stopped else deadline))
         rules = rules or ()
         choices = [_priced_choice(text, question) for text in options.against]
         answer = _never_worse(answer, [*rules, *choices], question, options.target)
-        simple = _simple(options, question, answer)
+        simple = simple_plan(options, question, answer)
         answer = replace(answer, chosen=simple.plan, tolerance=simple.tolerance, beside=_other_kinds(answer, simple))
         taken = _taken(options.take, answer, [*rules, *choices], simple)
         within, batches = None, tuple[Candidate, ...]()
@@ -69,8 +70,8 @@ def advise(options: AdviseOptions) -> None:
             within = _within(options.target, question, answer, taken, _seldom(tell), options.time_limit)
         advice = Advice(question, answer, rules, choices, whole, batches, within, simple)
         page = None if options.html is None else _page(options, advice, tell)
-    files = {} if within is None or options.launch is None else within.started.files
-    texts = {options.launch / name: text for name, text in files.items()} if options.launch is not None else {}
+        launch = None if options.launch is None else _launch(within, taken)
+    texts = {} if options.launch is None else {options.launch / name: text for name, text in (launch or {}).items()}
     with written_files(texts, executable=texts):
         if options.out is not None:
             write_document(options.out, taken)
@@ -86,19 +87,25 @@ def _check(options: AdviseOptions) -> None:
     if options.html is not None:
         check_writable(options.html)
     if options.launch is not None:
-        if options.target is None:
-            raise BadInput("--launch", "names a folder of what starts a plan in another system", "pass --for too")
         check_new(options.launch)
-        check_writable(options.launch / SYSTEMS[options.target].file_name)
+        check_writable(options.launch / "node.sh")
+
+
+def _launch(within: Within | None, taken: Plan) -> dict[str, str]:
+    """Return the files that start a plan in the system that it is for, else in this runtime."""
+    if within is not None:
+        return within.started.files
+    launch = own_launch(taken, "--launch")
+    print("\n".join(launch.notes), file=sys.stderr, flush=True)
+    return launch.files
 
 
 def _page(options: AdviseOptions, advice: Advice, tell: Callable[[str], None]) -> str:
-    """Return the page, with other sizes searched beside as time allows."""
-    search = _side_search(options)
-    axes, asked = axes_of(options, advice.question), Sized.of_answer(advice.question, advice.answer)
-    deadline = until(CpuSeconds(options.html_limit))
-    outcomes = outcomes_of(options, axes, asked, search, tell, deadline)
-    return advice_page(advice, column_of(advice.question, options.gpus), axes, outcomes)
+    """Return the page, with smaller budgets searched beside as time allows."""
+    tell(f"smaller budgets: at most {options.html_limit:g} s of CPU time")
+    asked = Sized.of_answer(advice.question, advice.answer)
+    budgets = outcomes_by_budget(asked, side_search(options), until(CpuSeconds(options.html_limit)))
+    return advice_page(advice, options.gpus, budgets)
 
 
 def _quiet(_line: str) -> None:
@@ -109,9 +116,10 @@ def _given(question: Question) -> tuple[SearchRequest, Model, Cluster, Profiles,
     return question.request, question.model, question.cluster, question.profiles, Path("--batch")
 
 
-def _searched(
+def searched(
     options: AdviseOptions, question: Question, tell: Callable[[str], None], deadline: float
 ) -> SearchAnswer | Infeasible:
+    """Return the best plan until a deadline, of those that the system of --for runs; StoppedEarly if none is known."""
     try:
         if options.target is not None:
             return best_for(options.target, question, tell, options.time_limit)
@@ -141,7 +149,7 @@ def _within(
     return Within(SYSTEMS[system], start, answer if slower else unlimited)  # type: ignore[arg-type]
 
 
-def _simple(options: AdviseOptions, question: Question, answer: SearchAnswer) -> Simple:
+def simple_plan(options: AdviseOptions, question: Question, answer: SearchAnswer) -> Simple:
     """Return the simplest plan within the tolerance that the system runs; without tolerance the fastest."""
     if options.tolerance:
         simple = simplest(answer, question.budgets, options.tolerance)
@@ -237,7 +245,7 @@ def _priced(plan: Plan, question: Question) -> Estimate:
     return evaluate(plan, question.profiles, timeline=False).estimate
 
 
-def _nothing_fits(options: AdviseOptions, question: Question, answer: Infeasible) -> str:
+def nothing_fits(options: AdviseOptions, question: Question, answer: Infeasible) -> str:
     """Return by how much the leanest plan exceeds the budget, and on further lines what would do."""
     system = options.target
     kind = "plan" if system is None else f"plan that {SYSTEMS[system].title} runs"
@@ -246,11 +254,11 @@ def _nothing_fits(options: AdviseOptions, question: Question, answer: Infeasible
         f"{question.model.name} on {question.cluster.name}: no {kind} fits in {question.budget_words}, even the "
         f"leanest exceeds it by {more}{answer.missing_bytes / GIB:.2f} GiB a rank: each of these is a way out, or part"
     )
-    ways = (f"  {way}" for way in ways_out(options, question, answer, _side_search(options)))
+    ways = (f"  {way}" for way in ways_out(options, question, answer, side_search(options)))
     return wrapped((f"{first} of one:", *ways), line_width())
 
 
-def _side_search(options: AdviseOptions) -> Callable[[Question, float], SearchAnswer | Infeasible]:
+def side_search(options: AdviseOptions) -> Callable[[Question, float], SearchAnswer | Infeasible]:
     """Return the function that searches a question that differs from the asked one, in some CPU seconds."""
 
     def search(question: Question, limit_s: float) -> SearchAnswer | Infeasible:

@@ -72,16 +72,9 @@ def export_plan(options: ExportOptions) -> None:
         if options.hosts is not None:
             raise BadInput("--hosts", "names the hosts of scripts", "pass --launch too")
         exported, launch = system.export(plan, options.plan), Launch({}, ())
-    elif system.launch is not None:
-        check_new(options.launch)
-        exported, launch = system.launch(plan, options.plan, options.hosts)
     else:
-        exported = system.export(plan, options.plan)
-        launch = Launch(dict(exported.beside), ())
-        if options.hosts is not None or not launch.files:
-            known = " or ".join(name for name, entry in SYSTEMS.items() if entry.launch is not None)
-            raise BadInput("--launch", f"there are no scripts for {options.to}", f"leave it out, or pass --to {known}")
         check_new(options.launch)
+        exported, launch = system.launched(plan, options.plan, options.hosts)
     files = {options.launch / name: text for name, text in launch.files.items()} if options.launch else {}
     if realpath(options.out) in map(realpath, files):
         raise BadInput(options.out, "is a file of --launch too", "choose another name")

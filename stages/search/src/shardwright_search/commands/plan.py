@@ -9,6 +9,7 @@ from time import monotonic
 from shardwright.command import show
 from shardwright.display.wrapping import line_width, wrapped
 from shardwright.io import (
+    BadInput,
     NothingFits,
     RunFailed,
     atomic_path,
@@ -18,6 +19,7 @@ from shardwright.io import (
     write_document,
 )
 from shardwright.types import Certificate, Cluster, Model
+from shardwright_search.advise.targeted import planned_for
 from shardwright_search.certificate.make import certified
 from shardwright_search.commands.prediction import (
     plan_summary,
@@ -37,6 +39,8 @@ from shardwright_search.solver.stopping import ended, soon
 from shardwright_search.space.budget import Infeasible, budgets_of, budgets_of_stages, with_spare
 from shardwright_search.space.request import SearchRequest
 from shardwright_search.space.search_space import SearchSpace, space_of
+from shardwright_search.systems.launch import in_pipeline_order
+from shardwright_search.systems.registry import SYSTEMS
 
 _STOPPED = "it was stopped before it was made"
 _Given = tuple[SearchRequest, Model, Cluster, Profiles, Path]
@@ -49,6 +53,8 @@ def plan(options: PlanOptions) -> None:
     inputs = read_inputs(options)
     request = with_spare(asked, cluster, inputs.profiles)
     given = request, model, cluster, inputs.profiles, options.search
+    if options.certificate is not None and options.target is not None:
+        raise BadInput("--certificate", "is of one search, and --for makes one for each way", "leave one of them out")
     if options.certificate is not None:
         check_certifiable(request, options.search)
         space_of(*given).check_listed("no certificate")
@@ -59,20 +65,22 @@ def plan(options: PlanOptions) -> None:
     files = {"cluster": options.cluster, "model": options.model, "search": options.search} | inputs.files
     deadline = inf if options.time_limit is None else monotonic() + options.time_limit
     with progress() as report:
-        answer = simplified(find_best(*given, report, options.time_limit), request, options.search)
+        answer = _answer(options, given, report)
         if isinstance(answer, Infeasible):
-            raise NothingFits(
-                f"{options.search}: {answer.reason}{further_remedies(*given, 0.0 if answer.stopped else deadline)}"
-            )
+            # What else would fit is not told of a system's part of the space.
+            more = "" if options.target else further_remedies(*given, 0.0 if answer.stopped else deadline)
+            raise NothingFits(f"{options.search}: {answer.reason}{more}")
         if options.certificate is not None:
             certificate = _certificate_or_reason(answer, given, files, report, deadline)
         runners_up = answer.runners_up if options.runners_up else ()
         # After Ctrl-C nothing else is begun.
         later = 0.0 if certificate == _STOPPED else deadline
-        batches = tuple(_better_batches(WhatIf("", *given), answer, later))
+        batches = () if options.target else tuple(_better_batches(WhatIf("", *given), answer, later))
     best_plan = answer.chosen.plan
     budgets_bytes = budgets_of_stages(best_plan, budgets_of(request, cluster, options.search))
-    searched = answer, request, budgets_bytes, files, inputs.warnings
+    limits = () if options.target is None else (f"searched within what {SYSTEMS[options.target].version} runs",)
+    searched_request = request if options.target is None else answer.instance.request
+    searched = answer, searched_request, budgets_bytes, files, (*inputs.warnings, *limits)
     prediction = prediction_of_searched(*searched, runners_up)
     with ExitStack() as all_or_none:
         if options.certificate is not None and isinstance(certificate, Certificate):
@@ -81,6 +89,17 @@ def plan(options: PlanOptions) -> None:
         show(wrapped((*plan_summary(best_plan, prediction), *batches), line_width()))
     if isinstance(certificate, str):
         raise RunFailed(f"no certificate: {certificate}: {options.out} is written without one")
+
+
+def _answer(options: PlanOptions, given: _Given, report: Callable[[str], None]) -> SearchAnswer | Infeasible:
+    """Return the answer, of what a system runs if one is named; BadInput if it does not run the answer."""
+    request = given[0]
+    if options.target is None:
+        return simplified(find_best(*given, report, options.time_limit), request, options.search)
+    answer = planned_for(options.target, request, given[1:], report, options.time_limit)
+    if isinstance(answer, SearchAnswer):
+        SYSTEMS[options.target].export(in_pipeline_order(answer.chosen.plan, options.search), options.search)
+    return answer
 
 
 def _better_batches(question: WhatIf, answer: SearchAnswer, deadline: float) -> Iterator[str]:

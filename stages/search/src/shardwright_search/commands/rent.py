@@ -1,35 +1,37 @@
 """`shardwright rent`: which nodes to rent, and what a faster run costs."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from math import ceil
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwright.command import show
+from rich.console import Group
+
 from shardwright.display.svg import document
-from shardwright.io import BadInput, NothingFits, check_new, check_writable, read_document, write_bytes
+from shardwright.estimate.accuracy import SEEN
+from shardwright.io import BadInput, NothingFits, check_new, check_writable, write_bytes
 from shardwright.io.hdf5 import write_profile
-from shardwright.types import Cluster, Model, Plan
+from shardwright.types import Model, Plan
+from shardwright_search.advise.report import plan_words
 from shardwright_search.candidates import Candidate
-from shardwright_search.commands.prediction import (
-    Inputs,
-    prediction_of_searched,
-    prediction_path,
-    progress,
-    read_inputs,
-    written,
-)
+from shardwright_search.commands.given_plans import written_files
+from shardwright_search.commands.offered import Offered, offered_of
+from shardwright_search.commands.prediction import prediction_of_searched, prediction_path, progress, written
 from shardwright_search.cost_model.plan import evaluate
-from shardwright_search.rent.front import Front, check_rentable, find_front
+from shardwright_search.explain.printing import PLAN, Lines, show_rich, table
+from shardwright_search.rent.front import Front, find_front
 from shardwright_search.rent.options import RentOptions
-from shardwright_search.rent.page import FrontWords, front_page
-from shardwright_search.rent.sub_clusters import sub_clusters
+from shardwright_search.rent.page import FrontWords, first_line, front_page
 from shardwright_search.rent.table import Status, SubClusterRow, csv_of, draw_front, front_file, plan_name, rows_of
 from shardwright_search.search import SearchAnswer
 from shardwright_search.solver.targets import Best, Target
 from shardwright_search.space.budget import budgets_of, budgets_of_stages
-from shardwright_search.space.request import Offers, SearchRequest
+from shardwright_search.space.request import SearchRequest
+from shardwright_search.systems.own_runtime import PLAN_FILE, own_launch
+
+_HEADINGS, _OF_TRAINING = ("nodes", "s a step", "USD a step"), ("h", "USD")
 
 
 class _LimitPoint(NamedTuple):
@@ -40,47 +42,84 @@ class _LimitPoint(NamedTuple):
 
 
 def rent(options: RentOptions) -> None:
-    """Find the front, and write it with a plan for each of its points."""
-    request, model = read_document(options.search, SearchRequest), read_document(options.model, Model)
-    cluster, inputs = read_document(options.cluster, Cluster), read_inputs(options)
-    check_rentable(request, options.search)
+    """Find the front and show it; write it with a plan for each of its points, and what starts one, where asked."""
+    offered = offered_of(options)
+    request, model = offered.request, offered.model
     steps = _steps(options, request, model)
-    offers = Offers() if options.offers is None else read_document(options.offers, Offers)
-    offered = sub_clusters(cluster, offers, options.cluster, options.offers or options.cluster)
-    check_new(options.out)
-    check_writable(options.out / "front.csv")
+    _check(options)
     with progress() as report:
-        given = request, model, offered, inputs.profiles
-        front = find_front(*given, options.search, report, options.time_limit)
+        given = request, model, offered.sub_clusters, offered.inputs.profiles
+        front = find_front(*given, offered.source, report, options.time_limit)
     if not front.points:
-        raise NothingFits(f"{options.search}: {_why_nothing(front)}")
-    simulated_s = _write_plans(front, request, inputs, options)
+        raise NothingFits(f"{offered.source}: {_why_nothing(front)}")
+    answers = {number: _answer(front, number) for number in front.points}
+    simulated_s = {number: each.chosen.evaluation.estimate.simulated_step_time_s for number, each in answers.items()}
     rows = rows_of(front, steps, simulated_s)
     points = [row for row in rows if row.status is Status.FRONT]
     chosen, missed = _limits(options, points)
-    write_bytes(options.out / "front.csv", csv_of(rows))
-    write_profile(options.out / "front.h5", front_file(rows, _proof(front)))
-    lines = [_proof(front), *(_point_line(*point) for point in chosen)]
-    _write_page(options.out, rows, frozenset(point.row.nodes for point in chosen), (model, cluster), lines)
-    show("\n".join([*_table(points, steps), *lines]))
+    plans = {row.nodes: answers[number].chosen.plan for row, number in zip(points, front.points, strict=True)}
+    spot = _spot_words(offered)
+    lines = [_proof(front), *(_point_line(*point) for point in chosen), *spot]
+    words = FrontWords(model.name, offered.cluster.name, lines)
+    launch = _launch(options, chosen, plans, offered)
+    if options.out is not None:
+        _write(options.out, front, answers, offered, rows)
+        _write_page(options.out, rows, frozenset(point.row.nodes for point in chosen), plans, words)
+    with written_files(launch, executable=launch):
+        headings = (*_HEADINGS, *(_OF_TRAINING if steps else ()), PLAN)
+        table_ = table("the front of time against price", headings, [_cells(each, plans, steps) for each in points])
+        assumed = ["assumed", *(f"  {line}" for line in offered.assumed), SEEN] if offered.assumed else []
+        show_rich(Group(Lines([first_line(points, words)]), table_, Lines([*lines, *assumed])))
     if missed:
         raise NothingFits("; ".join(missed))
+
+
+def _check(options: RentOptions) -> None:
+    """Raise BadInput for a front of files without a folder, for folders that are not new, and for no point to start."""
+    if options.out is None and options.preset is None:
+        raise BadInput("--out", "is not given", "name a new folder")
+    if options.out is not None:
+        check_new(options.out)
+        check_writable(options.out / "front.csv")
+    if options.launch is not None:
+        if options.deadline is None and options.price is None:
+            raise BadInput("--launch", "starts one point of the front", "name it: give --deadline or --price")
+        check_new(options.launch)
+        check_writable(options.launch / PLAN_FILE)
+
+
+def _launch(
+    options: RentOptions, chosen: Sequence[_LimitPoint], plans: Mapping[str, Plan], offered: Offered
+) -> dict[Path, str]:
+    """Return what starts the first of the points that limits name; nothing where none is asked for, or within them."""
+    if options.launch is None or not chosen:
+        return {}
+    plan = plans[chosen[0].row.nodes]
+    spot = any(group.node_type in offered.spot for group in plan.cluster.nodes)
+    launch = own_launch(plan, "--launch", spot)
+    for note in launch.notes:
+        print(note, file=sys.stderr)
+    return {options.launch / name: text for name, text in launch.files.items()}
+
+
+def _spot_words(offered: Offered) -> list[str]:
+    if not offered.spot:
+        return []
+    names = ", ".join(sorted(offered.spot))
+    return [f"spot prices: {names}; such nodes may be taken away at any time, and what that costs is not counted"]
 
 
 def _write_page(
     folder: Path,
     rows: tuple[SubClusterRow, ...],
     chosen: frozenset[str],
-    given: tuple[Model, Cluster],
-    lines: Sequence[str],
+    plans: Mapping[str, Plan],
+    words: FrontWords,
 ) -> None:
-    """Write the picture, and the page with the plans that are in the folder."""
-    model, cluster = given
-    drawing = draw_front(rows, chosen, f"{model.name} on rented nodes of {cluster.name}")
+    """Write the picture, and the page with the plans of the points by their nodes."""
+    drawing = draw_front(rows, chosen, f"{words.model} on rented nodes of {words.cluster}")
     write_bytes(folder / "front.svg", document(drawing).encode())
-    plans = {row.nodes: read_document(folder / row.plan, Plan) for row in rows if row.plan}
-    page = front_page(rows, plans, drawing, FrontWords(model.name, cluster.name, lines))
-    write_bytes(folder / "front.html", page.encode())
+    write_bytes(folder / "front.html", front_page(rows, plans, drawing, words).encode())
 
 
 def _why_nothing(front: Front) -> str:
@@ -98,28 +137,31 @@ def _steps(options: RentOptions, request: SearchRequest, model: Model) -> int | 
     steps = options.steps
     if options.tokens is not None and isinstance(request.global_batch_size, int):
         steps = ceil(options.tokens / (request.global_batch_size * model.sequence_length))
-    if steps is None and (options.max_hours is not None or options.max_usd is not None):
-        name = "--max-usd" if options.max_hours is None else "--max-hours"
+    if steps is None and (options.deadline is not None or options.price is not None):
+        name = "--price" if options.deadline is None else "--deadline"
         raise BadInput(name, "says nothing without the training's length", "give --steps or --tokens")
     return steps
 
 
-def _write_plans(front: Front, request: SearchRequest, inputs: Inputs, options: RentOptions) -> dict[int, float]:
-    """Write the plan of each point with its prediction, and return the simulated time of each."""
-    files = {"cluster": options.cluster, "model": options.model, "search": options.search} | inputs.files
-    simulated_s = {}
+def _write(
+    folder: Path,
+    front: Front,
+    answers: Mapping[int, SearchAnswer],
+    offered: Offered,
+    rows: tuple[SubClusterRow, ...],
+) -> None:
+    """Write the plan of each point with its prediction, all or none, and then the tables."""
+    inputs = offered.inputs
     with ExitStack() as all_or_none:
-        for number in front.points:
-            answer = _answer(front, number)
-            plan, evaluation = answer.chosen
-            simulated_s[number] = evaluation.estimate.simulated_step_time_s
-            asked = front.spaces[number].instance.request
-            budgets = budgets_of_stages(plan, budgets_of(asked, plan.cluster, options.search))
-            prediction = prediction_of_searched(answer, asked, budgets, files, inputs.warnings)
-            path = options.out / plan_name(front.answers[number])
+        for number, answer in answers.items():
+            plan, asked = answer.chosen.plan, front.spaces[number].instance.request
+            budgets = budgets_of_stages(plan, budgets_of(asked, plan.cluster, offered.source))
+            prediction = prediction_of_searched(answer, asked, budgets, inputs.files, inputs.warnings)
+            path = folder / plan_name(front.answers[number])
             check_writable(prediction_path(path))
             all_or_none.enter_context(written(path, plan, prediction))
-    return simulated_s
+    write_bytes(folder / "front.csv", csv_of(rows))
+    write_profile(folder / "front.h5", front_file(rows, _proof(front)))
 
 
 def _answer(front: Front, number: int) -> SearchAnswer:
@@ -146,32 +188,29 @@ def _answer(front: Front, number: int) -> SearchAnswer:
 
 def _limits(options: RentOptions, points: Sequence[SubClusterRow]) -> tuple[list[_LimitPoint], list[str]]:
     """Return the cheapest and the fastest point within the limits, and for limits without one what comes nearest."""
-    chosen, missed, max_hours, max_usd = [], [], options.max_hours, options.max_usd
+    chosen, missed, max_hours, max_usd = [], [], options.deadline, options.price
     fastest, cheapest = min(points, key=lambda row: row.hours), min(points, key=lambda row: row.usd)
     if max_hours is not None and (within := [row for row in points if row.hours <= max_hours]):
         chosen.append(_LimitPoint(f"cheapest within {max_hours:g} h", min(within, key=lambda row: row.usd)))
     elif max_hours is not None:
         more = f"the fastest, {fastest.nodes}, takes {fastest.hours - max_hours:.6g} h more"
-        missed.append(f"--max-hours {max_hours:g}: {more}")
+        missed.append(f"--deadline {max_hours:g}: {more}")
     if max_usd is not None and (within := [row for row in points if row.usd <= max_usd]):
         chosen.append(_LimitPoint(f"fastest within {max_usd:g} USD", min(within, key=lambda row: row.hours)))
     elif max_usd is not None:
         more = f"the cheapest, {cheapest.nodes}, costs {cheapest.usd - max_usd:.6g} USD more"
-        missed.append(f"--max-usd {max_usd:g}: {more}")
+        missed.append(f"--price {max_usd:g}: {more}")
     return chosen, missed
 
 
 def _point_line(limit: str, row: SubClusterRow) -> str:
-    return f"{limit}: {row.nodes}, {row.hours:.6g} h, {row.usd:.6g} USD, {row.plan}"
+    return f"{limit}: {row.nodes}, {row.hours:.6g} h, {row.usd:.6g} USD"
 
 
-def _table(points: Sequence[SubClusterRow], steps: int | None) -> list[str]:
-    """Return a line for each point, with the length and price of the training if they are known."""
-    widest, lines = max(len(row.nodes) for row in points), []
-    for row in points:
-        line = f"{row.nodes:{widest}}  {row.step_s:11.6g} s  {row.usd_per_step:11.6g} USD a step"
-        lines.append(line + (f"  {row.hours:.6g} h  {row.usd:.6g} USD" if steps else ""))
-    return lines
+def _cells(row: SubClusterRow, plans: Mapping[str, Plan], steps: int | None) -> tuple[str, ...]:
+    """Return the cells of a point, with the length and price of the training if they are known."""
+    training = (f"{row.hours:,.4g}", f"{row.usd:,.6g}") if steps else ()
+    return (row.nodes, f"{row.step_s:.4g}", f"{row.usd_per_step:.4g}", *training, plan_words(plans[row.nodes]))
 
 
 def _proof(front: Front) -> str:

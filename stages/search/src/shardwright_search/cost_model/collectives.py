@@ -12,7 +12,7 @@ from shardwright.io import BadInput
 from shardwright.io.table import median
 from shardwright.plan.groups import nearest_measured, seconds_on
 from shardwright.types.hardware_profile import Collective, CollectiveKey, GroupKind, HardwareProfile
-from shardwright_search.cost_model.profiles import Profiles
+from shardwright_search.cost_model.profiles import MADE_FROM, Profiles
 
 
 class Duration(NamedTuple):
@@ -181,7 +181,9 @@ def _on_curve(profiles: Profiles, key: CollectiveKey, num_bytes: float) -> Durat
     hardware = profiles.hardware
     if (nearest := nearest_measured(hardware, key)) is None:
         problem = f"no {key.collective} among {key.group}, nor among more"
-        raise BadInput(profiles.hardware_file, problem, "measure the hardware of this cluster")
+        is_imported = hardware.provenance.notes.startswith(MADE_FROM)
+        remedy = "import a table that has it (--allreduce, --p2p, --sp-time)" if is_imported else "measure the hardware"
+        raise BadInput(profiles.hardware_file, problem, f"{remedy} of this cluster")
     warnings = []
     if nearest != key:
         warnings.append(f"rounded up: {key.collective} among {key.group}: as measured among {nearest.group}")

@@ -48,6 +48,10 @@ def probed_tp_size(profiled: Iterable[int], degree: int, node_devices: int) -> i
 
 
 _AGAIN = "add it to the profile settings and measure the probes again"
+_IMPORT = (
+    "it is not in the files that were imported: import it with --tp-sizes, --micro-batch-sizes or --sequence-parallel "
+    "that have it, or leave it out of the plan or search"
+)
 
 
 def layer_cost(profiles: Profiles, key: LayerKey, micro_batch_size: int, time_model: TimeModel) -> ComputeCost:
@@ -63,7 +67,9 @@ def layer_cost(profiles: Profiles, key: LayerKey, micro_batch_size: int, time_mo
     points, strategy = profiles.layers.get(key), key.without("sequence_length")
     if points is None:
         problem = f"no point for {strategy} at sequence_length {key.sequence_length}"
-        raise BadInput(profiles.model_file, problem, f"{_AGAIN}, or take time_model sequence")
+        raise BadInput(
+            profiles.model_file, problem, _IMPORT if profiles.is_imported else f"{_AGAIN}, or take time_model sequence"
+        )
     figures, beyond = _at(points, micro_batch_size), _beyond(key, points, micro_batch_size)
     if figures is None or (beyond is not None and not _is_possible(figures, points)):
         sizes = points.micro_batch_sizes.tolist()
@@ -74,6 +80,8 @@ def layer_cost(profiles: Profiles, key: LayerKey, micro_batch_size: int, time_mo
 
 def _to_measure(profiles: Profiles, key: LayerKey, micro_batch_size: int) -> str:
     """Return what to change in the profile settings, so that a micro-batch size is measured at a layer's length."""
+    if profiles.is_imported:
+        return _IMPORT
     strategy, here = key.without("sequence_length"), profiles.layers[key].micro_batch_sizes
     alike = [
         points.micro_batch_sizes
@@ -124,7 +132,7 @@ def states_of(profiles: Profiles, type_name: str, tp_size: int) -> StateRow:
     """Return what one layer's parameters cost in a step; raise BadInput if the profile lacks that type and tp_size."""
     states = profiles.states.get(key := LayerKey(type=type_name, tp_size=tp_size))
     if states is None:
-        remedy = "add that tp_size to the profile settings and measure the probes again"
+        remedy = _IMPORT if profiles.is_imported else _AGAIN
         raise BadInput(profiles.model_file, f"no states for {key}", remedy)
     return states
 
@@ -211,5 +219,9 @@ def _nearest_length(profiles: Profiles, key: LayerKey) -> LayerKey:
     """Return the key of the points whose length is nearest."""
     alike = profiles.of_any_length(key)
     if not alike:
-        raise BadInput(profiles.model_file, f"no point for {key.without('sequence_length')}", _AGAIN)
+        raise BadInput(
+            profiles.model_file,
+            f"no point for {key.without('sequence_length')}",
+            _IMPORT if profiles.is_imported else _AGAIN,
+        )
     return min(alike, key=lambda other: abs(other.sequence_length - key.sequence_length))

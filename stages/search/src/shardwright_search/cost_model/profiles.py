@@ -3,11 +3,11 @@
 Scaled ones are what corrections and what-ifs are made of.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 import numpy as np
@@ -17,9 +17,9 @@ from shardwright.estimate.curves import fits_table
 from shardwright.estimate.held import OURS, Held
 from shardwright.estimate.runtimes import RUNTIMES, Runtime, RuntimeName
 from shardwright.io import BadInput
-from shardwright.io.table import Row, columns_of
+from shardwright.io.table import Row, Source, columns_of
 from shardwright.key import ExpertKey, HostKey, LayerKey, rows_by_key
-from shardwright.types import Attention, Cluster, Model, Precision, profiled_as
+from shardwright.types import Attention, Cluster, DType, Model, Precision, profiled_as
 from shardwright.types.hardware_profile import HardwareProfile, read_hardware_profile
 from shardwright.types.model_profile import (
     ContextRow,
@@ -54,6 +54,10 @@ class LayerPoints(NamedTuple):
     """The sources of these figures, over all points."""
     errors: NDArray[Any]
     """Standard errors of the two times, as shares of them [points, 2]; 0 if unknown."""
+
+
+MADE_FROM = "Made from "
+"""Beginning of the notes of an imported profile, which name its files."""
 
 
 class Profiles(NamedTuple):
@@ -103,6 +107,11 @@ class Profiles(NamedTuple):
     """The least times of passes, by what their host starts."""
     load: Load | None = None
     """The load of experts; None: all experts of a layer get the same number of positions."""
+
+    @property
+    def is_imported(self) -> bool:
+        """Return whether the model profile was made from others' measurements, which cannot be measured again."""
+        return self.notes.startswith(MADE_FROM)
 
     @property
     def beside_experts(self) -> "Profiles":
@@ -244,11 +253,22 @@ def _check_origin(profiles: Profiles, model: Model, precision: Precision, attent
     if origin.architecture_sha256 != model.architecture_sha256:
         problem = f"profiled layers of {origin.model!r} that are not those of model {model.name!r}"
         raise BadInput(profiles.model_file, problem, "profile this model")
-    if origin.precision != (wanted := profiled_as(precision, compile)):
+    wanted = profiled_as(precision, compile)
+    if origin.precision != wanted and origin.precision not in _timed_alike(profiles, precision, compile):
         raise BadInput(profiles.model_file, f"profiled in {origin.precision}, not {wanted}", "profile that precision")
     if attention is not Attention.AUTO and origin.attention not in (attention, Attention.AUTO):
         problem = f"profiled with attention {origin.attention}, not {attention}"
         raise BadInput(profiles.model_file, problem, "profile that kernel")
+
+
+def _timed_alike(profiles: Profiles, precision: Precision, compile: bool) -> Iterator[str]:
+    """Yield the texts of formats that differ in that of reduced gradients alone, where the profile times none of them.
+
+    So it is with imported profiles: passes do not depend on that format, and messages are priced by the hardware's.
+    """
+    if all(row.reduction_source is Source.ABSENT for row in profiles.states.values()):
+        for reduce in get_args(DType):
+            yield profiled_as(msgspec.structs.replace(precision, reduce=reduce), compile)
 
 
 def _layer_points(curves: Mapping[LayerKey, Sequence[LayerRow]]) -> dict[LayerKey, LayerPoints]:

@@ -40,10 +40,10 @@ def front_page(rows: Sequence[SubClusterRow], plans: Mapping[str, Plan], drawing
         ruled_out = html_table(("nodes", "why"), ("a step",), [_other(row) for row in others])
         sections.append((_RULED_OUT, f"<details><summary>{len(others)} of them</summary>{ruled_out}</details>"))
     title = f"{words.model} on rented nodes of {words.cluster}"
-    return html_page(title, escape(_first_line(points, words)), with_contents(sections))
+    return html_page(title, escape(first_line(points, words)), with_contents(sections))
 
 
-def _first_line(points: Sequence[SubClusterRow], words: FrontWords) -> str:
+def first_line(points: Sequence[SubClusterRow], words: FrontWords) -> str:
     """Return the two ends of the front in words that need no knowledge of plans."""
     fastest = min(points, key=lambda row: row.step_s)
     cheapest = min(points, key=lambda row: row.usd_per_step)

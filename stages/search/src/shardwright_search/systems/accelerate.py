@@ -25,7 +25,7 @@ from shardwright.types import (
     Recompute,
 )
 from shardwright_search.space.uniform import UniformStrategy
-from shardwright_search.systems.entry import Entry, Limits, Reading, Setting, Settings, torchrun
+from shardwright_search.systems.entry import Entry, Limits, Reading, Setting, Settings, program_of, torchrun
 from shardwright_search.systems.exporting import (
     WHOLE_LAYERS,
     Exported,
@@ -283,4 +283,5 @@ ACCELERATE = Entry(
     export=accelerate_setup,
     read=read_setup,
     command=lambda plan, file: torchrun(plan, "train.py") + f"  # train.py imports {file}",
+    program=program_of('"$TRAIN"', "path of your script, which imports accelerate_setup"),
 )

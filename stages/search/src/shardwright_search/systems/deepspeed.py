@@ -14,7 +14,7 @@ from shardwright.estimate.runtimes import RUNTIMES, RuntimeName
 from shardwright.io import BadInput, object_of
 from shardwright.types import DataParallel, GradientReduction, Model, Plan, Precision, Recompute
 from shardwright_search.space.uniform import UniformStrategy
-from shardwright_search.systems.entry import Entry, Limits, Reading, Setting, Settings, torchrun
+from shardwright_search.systems.entry import Entry, Limits, Reading, Setting, Settings, program_of, torchrun
 from shardwright_search.systems.exporting import WHOLE_LAYERS, Exported, ExportTarget, kernel_notes, uniform_of
 from shardwright_search.systems.peft import adapter_text, imported_for, loading_notes, loading_text
 
@@ -230,4 +230,7 @@ DEEPSPEED = Entry(
     export=deepspeed_json,
     read=read_deepspeed,
     command=_command,
+    program=program_of(
+        '"$TRAIN" --deepspeed --deepspeed_config "$folder/deepspeed.json"', "path of your script, which calls DeepSpeed"
+    ),
 )

@@ -28,10 +28,10 @@ from shardwright.types.model import base_type
 from shardwright.types.plan import OptimizerName
 from shardwright_search.space.configurations import Configuration, most_stages
 from shardwright_search.space.demands import Demands, Outer
-from shardwright_search.space.request import SearchRequest
+from shardwright_search.space.request import OuterSpace, SearchRequest, StageWidths
 from shardwright_search.space.uniform import UniformStrategy, plan_of_uniform, sizes_that_fit
 from shardwright_search.systems.exporting import Exported, experts_apart
-from shardwright_search.systems.launch import Launch
+from shardwright_search.systems.launch import Launch, Program, in_pipeline_order, launch_of
 
 
 class Setting(NamedTuple):
@@ -165,6 +165,43 @@ class Limits(NamedTuple):
             schedules=schedules,
         )
 
+    def restricted(self, request: SearchRequest, model: Model, devices: int) -> SearchRequest | None:
+        """Return the part of a space that both the request and the system in this way have; None: nothing of it.
+
+        Raises ValueError where the request says of embedding or head what the system decides.
+        """
+        if (request.embedding, request.head) != (OuterSpace(), OuterSpace()):
+            raise ValueError("embedding and head: their strategies are those that the system has")
+        narrow = self.narrowed(request, model, devices)
+        if (
+            narrow is None
+            or self.gradient_reduction is not request.gradient_reduction
+            or True not in request.tp_consecutive
+        ):
+            return None
+        both = {name: _in_both(getattr(request, name), getattr(narrow, name)) for name in _LISTED}
+        if () in both.values():
+            return None
+        return replace(
+            narrow,
+            **both,
+            tp_consecutive=(True,),
+            shard_sizes=None,
+            stage_widths=StageWidths.EQUAL,
+            span_node_types=False,
+        )
+
+
+_LISTED = ("pp_sizes", "tp_sizes", "cp_sizes", "data_parallel", "recompute", "sequence_parallel")
+"""Lists of a request that a system narrows."""
+
+
+def _in_both(asked: tuple[Any, ...] | None, had: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+    """Return what stands in both lists; None is a list of all."""
+    if asked is None or had is None:
+        return had if asked is None else asked
+    return tuple(each for each in asked if each in had)
+
 
 class Entry(NamedTuple):
     """A system that runs plans: what it is called, how it computes, what it runs, and its files."""
@@ -188,14 +225,30 @@ class Entry(NamedTuple):
     """Function of a text and the name of its file, for errors."""
     command: Callable[[Plan, str], str]
     """Function of a plan and the path of its file: the command that starts it on each node."""
+    program: Callable[[Plan, Exported], Program]
+    """Function of a plan and its export: what the scripts of `launch` start."""
     read_words: Callable[[str, str, Setting], Reading] | None = None
     """Function that reads words of its command line, also in a file of any name; None: it has no such words."""
-    launch: Callable[[Plan, object, Path | None], tuple[Exported, Launch]] | None = None
-    """Function that also writes scripts, on the hosts of a file; None: there are none for the system."""
+
+    def launched(self, plan: Plan, plan_file: object, hosts: Path | None = None) -> tuple[Exported, Launch]:
+        """Return the export of a plan, its ranks in the order of its pipeline, and the files that start it on hosts.
+
+        Raises BadInput naming the plan's file for what the system cannot run, or torchrun cannot number.
+        """
+        ordered = in_pipeline_order(plan, plan_file)
+        exported = self.export(ordered, plan_file)
+        program = self.program(ordered, exported)
+        return exported, launch_of(program, exported, self.file_name, ordered, plan_file, hosts)
 
     def is_its_file(self, path: Path, text: str) -> bool:
         """Return whether a file is one of the system's, by its ending and its words."""
         return path.suffix == Path(self.file_name).suffix and self.mark in text
+
+
+def program_of(words: str, what: str = "") -> Callable[[Plan, Exported], Program]:
+    """Return the program of a system whose command does not depend on the plan; `what`: the user's own `$TRAIN`."""
+    program = Program(words, {"TRAIN": what} if what else {})
+    return lambda _plan, _exported: program
 
 
 def torchrun(plan: Plan, words: str) -> str:

@@ -57,6 +57,7 @@ from shardwright_search.systems.exporting import (
     kernel_notes,
     strategies,
 )
+from shardwright_search.systems.launch import Program
 
 # The file: read strictly, and written as its runtime reads it.
 
@@ -594,6 +595,11 @@ def _command(plan: Plan, file: str) -> str:
     return torchrun(plan, f"train_dist.py --galvatron_config_path {file} {' '.join(_options(plan))}")
 
 
+def _program(plan: Plan, _exported: Exported) -> Program:
+    words = f'"$TRAIN" --galvatron_config_path "$folder/galvatron.json" {" ".join(_options(plan))}'
+    return Program(words, {"TRAIN": "path of train_dist.py of Galvatron's folder of the model"})
+
+
 GALVATRON = Entry(
     title="Galvatron",
     version="hetu-galvatron 2.4.0",
@@ -616,4 +622,5 @@ GALVATRON = Entry(
     export=galvatron_file,
     read=read_strategy,
     command=_command,
+    program=_program,
 )

@@ -1,6 +1,6 @@
-"""Scripts that start Megatron-LM on the nodes of a plan: by hand, in Docker, on Slurm, on Slurm with Enroot.
+"""Files that start a system on the nodes of a plan: by hand, in Docker, on Slurm, with Enroot, and in other `places`.
 
-Megatron-LM takes ranks for the pipeline in their order, and torchrun gives each node the ranks that follow those of the
+Systems take ranks for the pipeline in their order, and torchrun gives each node the ranks that follow those of the
 node before, however many each has. A plan may take up the nodes of a cluster in another order than the cluster's own.
 
 Options are those of torchrun (torch 2.11), srun and sbatch (22.05; heterogeneous jobs since 17.11, by this name since
@@ -9,7 +9,7 @@ Options are those of torchrun (torch 2.11), srun and sbatch (22.05; heterogeneou
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
@@ -20,8 +20,10 @@ from msgspec.structs import replace
 from shardwright.io import BadInput, read_bytes
 from shardwright.types import MIB, Cluster, NodeGroup, Plan
 from shardwright_search.systems.exporting import Exported
+from shardwright_search.systems.places import Carried, NodesOfAType, places_of
 
-_PLAN, _HOSTS, _SRUN = "#@plan@\n", "#@hosts@\n", "#@srun@\n"
+_PLACE = re.compile(r"#@(\w+)@\n|@(\w+)@")
+"""A place in a script: a line of its own, or a word."""
 _FEATURE = re.compile(r"[A-Za-z0-9_.-]+")
 """Pattern of a node type by whose name Slurm can be asked for nodes."""
 _MAX_HOSTS_BYTES = 64 * MIB
@@ -33,10 +35,10 @@ for list in {lists}; do
     NODES+=$(scontrol show hostnames "$list" | tr '\\n' ' ')
 done
 """
-_USAGE = "# Start the plan on Slurm: in this folder, PRETRAIN=... sbatch slurm.sh [ARGUMENT OF MEGATRON-LM]...\n"
+_USAGE = "# Start the plan on Slurm: in this folder, {given}sbatch slurm.sh [ARGUMENT]...\n"
 _USAGE_OF_ENROOT = """\
-# Start the plan on Slurm with Pyxis: in this folder, IMAGE=... PRETRAIN=... sbatch slurm_enroot.sh [ARGUMENT]...
-#   IMAGE    an image with torch and Megatron-LM: [REGISTRY#]NAME[:TAG], or the path of a .sqsh file
+# Start the plan on Slurm with Pyxis: in this folder, IMAGE=... {given}sbatch slurm_enroot.sh [ARGUMENT]...
+#   IMAGE    an image with torch and what the plan is for: [REGISTRY#]NAME[:TAG], or the path of a .sqsh file
 #   MOUNTS   folders that it sees beside this one: SOURCE:PLACE[,SOURCE:PLACE]...
 """
 _CONTAINER = (
@@ -62,36 +64,97 @@ class Launch(NamedTuple):
     notes: tuple[str, ...]
 
 
-def scripts_of(
-    export: Callable[[Plan, object], Exported], plan: Plan, plan_file: object, hosts: Path | None
-) -> tuple[Exported, Launch]:
-    """Return the arguments of a plan whose ranks are numbered as its pipeline takes up nodes, and the scripts for it.
+_TORCHRUN = """\
+# Where it is 1, torchrun takes the other nodes for as large as this one.
+unset TORCH_ELASTIC_WORKER_IDENTICAL
+exec torchrun --nnodes "${#ranks[@]}" --node_rank "$node" --nproc_per_node "${ranks[node]}" \\
+    --master_addr "$master" --master_port "${MASTER_PORT:-29500}" """
 
-    Raises BadInput where a node has no GPU, where nothing says which nodes of Slurm are of which type, for a bad file
-    of hosts, and for the first thing that Megatron-LM cannot express.
+
+_MODULES = 'export PYTHONPATH="$folder${PYTHONPATH:+:$PYTHONPATH}"\n'
+
+
+class Program(NamedTuple):
+    """The program that the ranks of a node run, in the words of a shell; `$folder` is the folder of the files."""
+
+    words: str
+    """Words behind torchrun's options; with `alone`, the whole command, which knows `ranks`, `node` and `master`."""
+    variables: Mapping[str, str] = {}
+    """Variables that the user sets, with what they mean."""
+    arguments: str = ""
+    """Lines of words for the array `arguments`, in the place of the system's file in the folder."""
+    alone: bool = False
+
+    @property
+    def start(self) -> str:
+        """Return the last lines of the script of a node."""
+        return f'{"exec " if self.alone else _TORCHRUN}{self.words} "$@"\n'
+
+
+def launch_of(
+    program: Program,
+    exported: Exported,
+    file_name: str,
+    plan: Plan,
+    plan_file: object,
+    hosts: Path | None = None,
+    spot: bool = False,
+) -> Launch:
+    """Return the files that start a plan whose ranks are numbered as torchrun numbers them; `spot`: on such nodes.
+
+    Raises BadInput where a node has no GPU, where nothing says which nodes of Slurm are of which type, and for a bad
+    file of hosts.
     """
-    plan = in_pipeline_order(plan, plan_file)
-    exported = export(plan, plan_file)
     nodes = _nodes(plan.cluster, None if hosts is None else read_hosts(hosts, plan.cluster))
     _check_types(plan.cluster, nodes, plan_file)
     header = _sbatch(plan, nodes)
     groups = len(plan.cluster.nodes)
-    return exported, Launch(
+    given = "".join(f"{name}=... " for name in program.variables)
+    own = dict(exported.beside) | ({} if program.arguments else {file_name: exported.text})
+    carried = {
+        **own,
+        "nodes.txt": _node_list(plan, nodes),
+        "node.sh": _node_script(plan, program, exported, nodes, own),
+    }
+    places = places_of(plan, _groups(nodes), Carried(carried, program.variables), spot)
+    return Launch(
         {
-            "nodes.txt": _node_list(plan, nodes),
-            "node.sh": _script("node.sh", {_PLAN: _plan_of_node(plan, exported, nodes)}),
-            "docker.sh": _script("docker.sh", {}),
-            "slurm.sh": _slurm(header + _USAGE, nodes, groups, ()),
-            "slurm_enroot.sh": _slurm(header + _USAGE_OF_ENROOT, nodes, groups, _CONTAINER),
+            **carried,
+            "docker.sh": _script("docker.sh", names="".join(f"{name} " for name in program.variables)),
+            "slurm.sh": _slurm(header + _USAGE.format(given=given), nodes, groups, ()),
+            "slurm_enroot.sh": _slurm(header + _USAGE_OF_ENROOT.format(given=given), nodes, groups, _CONTAINER),
+            **places.files,
         },
-        tuple(_notes(plan, nodes)),
+        (*_notes(plan, nodes), *places.notes),
+    )
+
+
+def _groups(nodes: Sequence[Node]) -> list[NodesOfAType]:
+    """Return neighbours of one type together."""
+    groups, first = [], 0
+    for name, same in groupby(nodes, key=lambda node: node.node_type):
+        each = list(same)
+        groups.append(NodesOfAType(name, first, len(each), len(each[0].ranks)))
+        first += len(each)
+    return groups
+
+
+def _node_script(plan: Plan, program: Program, exported: Exported, nodes: Sequence[Node], own: Collection[str]) -> str:
+    """Return the script of a node; what it starts can import the modules among its `own` files."""
+    given = program.variables.items()
+    return _script(
+        "node.sh",
+        variables="".join(f"#   {name:13} {meaning}\n" for name, meaning in given),
+        checks="".join(f'[[ -n ${{{name}:-}} ]] || refuse "{name}: is not set" "give the {m}"\n' for name, m in given),
+        plan=_plan_of_node(plan, program, exported, nodes),
+        start=_MODULES * any(name.endswith(".py") for name in own) + program.start,
     )
 
 
 def _check_types(cluster: Cluster, nodes: Sequence[Node], plan_file: object) -> None:
     for name in {node.node_type: None for node in nodes}:
         if cluster.node_types[name].on_cpu:
-            raise BadInput(plan_file, f"node type {name} has no GPU, which Megatron-LM needs", "plan for GPUs")
+            raise BadInput(plan_file, f"node type {name} has no GPU, which these scripts ask for", "plan for GPUs")
         if nodes[0].host is None and len(cluster.nodes) > 1 and _FEATURE.fullmatch(name) is None:
             raise BadInput(plan_file, f"node type {name!r} is not the name of a feature in Slurm", "pass --hosts")
 
@@ -107,13 +170,14 @@ def _node_list(plan: Plan, nodes: Sequence[Node]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _plan_of_node(plan: Plan, exported: Exported, nodes: Sequence[Node]) -> str:
-    """Return the plan's part of `node.sh`: sizes of the nodes, the arguments, and variables of the environment."""
-    arguments = "".join(f"    {line}\n" for line in exported.text.splitlines())
+def _plan_of_node(plan: Plan, program: Program, exported: Exported, nodes: Sequence[Node]) -> str:
+    """Return the plan's part of `node.sh`: sizes of the nodes, arguments if any, and variables of the environment."""
+    arguments = "".join(f"    {line}\n" for line in program.arguments.splitlines())
+    arguments = f"arguments=(\n{arguments})\n" if arguments else ""
     notes = "".join(f"# {_on_one_line(note)}\n" for note in exported.notes)
     ranks = " ".join(str(len(node.ranks)) for node in nodes)
     set_up = "".join(f"{line}\n" for line in exported.environment)
-    return f"# Plan {_on_one_line(plan.name)}:\n{notes}ranks=({ranks})\narguments=(\n{arguments})\n{set_up}"
+    return f"# Plan {_on_one_line(plan.name)}:\n{notes}ranks=({ranks})\n{arguments}{set_up}"
 
 
 def _sbatch(plan: Plan, nodes: Sequence[Node]) -> str:
@@ -142,7 +206,7 @@ def _slurm(header: str, nodes: Sequence[Node], groups: int, container: Sequence[
     hosts = "" if nodes[0].host is not None else _LISTS.format(lists=" ".join(names))
     among = [f"--het-group=0-{groups - 1}"] if groups > 1 else []
     srun = ["exec srun", *among, "--cpu-bind=none --kill-on-bad-exit=1", *container, 'bash "$PWD/node.sh" "$@"']
-    return _script("slurm.sh", {_PLAN: header, _HOSTS: hosts, _SRUN: " \\\n    ".join(srun) + "\n"})
+    return _script("slurm.sh", plan=header, hosts=hosts, srun=" \\\n    ".join(srun) + "\n")
 
 
 def _notes(plan: Plan, nodes: Sequence[Node]) -> Iterator[str]:
@@ -155,11 +219,10 @@ def _notes(plan: Plan, nodes: Sequence[Node]) -> Iterator[str]:
         yield f"slurm.sh takes {types} for features of Slurm's nodes (--constraint): change what your site calls them"
 
 
-def _script(name: str, parts: dict[str, str]) -> str:
+def _script(name: str, **parts: str) -> str:
+    """Return a script with a part in each of its places; what looks like a place in a part stays as it is."""
     text = files(__package__).joinpath("scripts", name).read_text(encoding="utf-8")
-    for placeholder, part in parts.items():
-        text = text.replace(placeholder, part, 1)
-    return text
+    return _PLACE.sub(lambda place: parts.get(place[1] or place[2], place[0]), text)
 
 
 def _on_one_line(text: str) -> str:

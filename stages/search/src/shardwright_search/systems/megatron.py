@@ -59,7 +59,7 @@ from shardwright_search.systems.exporting import (
     kernel_notes,
     uniform_of,
 )
-from shardwright_search.systems.launch import scripts_of
+from shardwright_search.systems.launch import Program
 from shardwright_search.systems.megatron_layout import written_layout
 from shardwright_search.systems.megatron_reader import COMM_TYPES, read_arguments, read_megatron
 from shardwright_search.systems.megatron_tuned import tuned_environment, tuned_options
@@ -603,8 +603,12 @@ MEGATRON = Entry(
     read=read_arguments,
     read_words=read_megatron,
     command=lambda plan, file: torchrun(plan, f'"$PRETRAIN" $(xargs < {file}) --mock-data --train-iters 20 --lr 1e-4'),
-    launch=partial(scripts_of, megatron_arguments),
+    program=lambda _plan, exported: Program(
+        '"$PRETRAIN" "${arguments[@]}"',
+        {"PRETRAIN": "path of Megatron-LM's script, such as /opt/Megatron-LM/pretrain_gpt.py"},
+        arguments=exported.text,
+    ),
 )
 _tuned = partial(megatron_arguments, tuned=True)
-TUNED_MEGATRON = MEGATRON._replace(export=_tuned, launch=partial(scripts_of, _tuned), version="megatron-core 0.19.2")
+TUNED_MEGATRON = MEGATRON._replace(export=_tuned, version="megatron-core 0.19.2")
 """The same with experts as its recipes for speed run them."""

@@ -14,7 +14,7 @@ from shardwright.estimate.runtimes import RUNTIMES, RuntimeName
 from shardwright.io import BadInput
 from shardwright.models.registry import FAMILIES
 from shardwright.types import FP8, Model, Plan, Precision
-from shardwright_search.systems.entry import Entry, Limits, Reading, Setting, torchrun
+from shardwright_search.systems.entry import Entry, Limits, Reading, Setting, program_of, torchrun
 from shardwright_search.systems.exporting import Exported, ExportTarget
 from shardwright_search.systems.megatron import megatron_arguments, megatron_limits
 from shardwright_search.systems.megatron_layout import layout_of_lists
@@ -225,6 +225,7 @@ MEGATRON_BRIDGE = Entry(
     export=bridge_recipe,
     read=read_recipe,
     command=lambda plan, file: torchrun(plan, file),
+    program=program_of('"$folder/recipe.py"'),
 )
 TUNED_BRIDGE = MEGATRON_BRIDGE._replace(export=partial(bridge_recipe, tuned=True), version="megatron-bridge 0.6.2")
 """The same with experts as its recipes for speed run them."""

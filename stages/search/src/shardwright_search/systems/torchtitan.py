@@ -45,6 +45,7 @@ from shardwright_search.systems.entry import (
     Setting,
     Settings,
     expert_states_alike,
+    program_of,
     shown,
     torchrun,
     whole_groups,
@@ -646,4 +647,5 @@ TORCHTITAN = Entry(
     export=torchtitan_toml,
     read=read_torchtitan,
     command=lambda plan, file: torchrun(plan, f"-m torchtitan.train --job.config_file {file}"),
+    program=program_of('-m torchtitan.train --job.config_file "$folder/torchtitan.toml"'),
 )

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Start the ranks of one node: node.sh [ARGUMENT OF MEGATRON-LM]...
-#   PRETRAIN      path of Megatron-LM's script, such as /opt/Megatron-LM/pretrain_gpt.py
+# Start the ranks of one node: node.sh [ARGUMENT]...
+#@variables@
 #   NODE_RANK     number of this node in nodes.txt, from 0; else the line of this machine's name (NODE_NAME, else Slurm's)
 #   MASTER_ADDR   host of node 0; else the first of nodes.txt. MASTER_PORT: a free port of it, else 29500
 #   NODES         host names in the place of those in nodes.txt
@@ -12,8 +12,9 @@ refuse() {
     exit 2
 }
 
-[[ -n ${PRETRAIN:-} ]] || refuse "PRETRAIN: is not set" "give the path of Megatron-LM's script, such as pretrain_gpt.py"
-list=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/nodes.txt
+#@checks@
+folder=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+list=$folder/nodes.txt
 hosts=()
 if [[ -n ${NODES:-} ]]; then
     read -r -a hosts <<<"$NODES"
@@ -37,7 +38,4 @@ fi
 master=${MASTER_ADDR:-${hosts[0]}}
 [[ $master != *[\<\>]* ]] || refuse "$list: $master is no host" "write the hosts there, or set MASTER_ADDR"
 
-# Where it is 1, torchrun takes the other nodes for as large as this one.
-unset TORCH_ELASTIC_WORKER_IDENTICAL
-exec torchrun --nnodes "${#ranks[@]}" --node_rank "$node" --nproc_per_node "${ranks[node]}" \
-    --master_addr "$master" --master_port "${MASTER_PORT:-29500}" "$PRETRAIN" "${arguments[@]}" "$@"
+#@start@

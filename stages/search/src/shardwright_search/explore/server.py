@@ -1,0 +1,208 @@
+"""The server of the page: on this machine alone, for those who have the token of its address.
+
+Pages of other sites cannot read from it: they do not know the token, and a name that they let mean this machine is not
+in the header `Host` that is accepted.
+"""
+
+import json
+import secrets
+import subprocess
+import sys
+from base64 import b64encode
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from hashlib import sha256
+from hmac import compare_digest
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
+from threading import Lock
+from typing import Any
+from urllib.parse import urlsplit
+from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
+
+from shardwright.command import show
+from shardwright.io import BadInput
+from shardwright_search.explore.asked import query_of, settings_of
+from shardwright_search.explore.options import ExploreOptions
+from shardwright_search.explore.page import explore_page
+
+_HOST = "127.0.0.1"
+_MOST_CHILDREN, _MOST_LAUNCHES = 4, 16
+_OWN = ("token", "page", "brief", "keep")
+"""Parameters that are not settings."""
+
+
+def explore(options: ExploreOptions) -> None:
+    """Print the address of the page, and serve it until Ctrl-C."""
+    try:
+        server = Explorer(options.port)
+    except OSError as error:
+        raise BadInput("--port", f"{options.port}: {error.strerror}", "give another, or leave it out") from None
+    with server:
+        show(server.address("" if options.link is None else query_of(options.link)))
+        try:
+            server.serve_forever()
+        finally:
+            server.end_all()
+
+
+class Explorer(ThreadingHTTPServer):
+    """The server, with the searches that run for its pages."""
+
+    daemon_threads = True
+
+    def __init__(self, port: int = 0) -> None:
+        super().__init__((_HOST, port), _Handler)
+        self.token = secrets.token_urlsafe(24)
+        self.hosts = {f"{name}:{self.server_port}" for name in (_HOST, "localhost")}
+        self.page, script = explore_page()
+        digest = b64encode(sha256(script.encode()).digest()).decode()
+        self.policy = (
+            f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; connect-src 'self'; "
+            "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        )
+        self._children: OrderedDict[str, subprocess.Popen[str]] = OrderedDict()
+        self._launches: OrderedDict[str, dict[str, str]] = OrderedDict()
+        self._lock = Lock()
+
+    def address(self, query: str = "") -> str:
+        """Return the address of the page with its token."""
+        return f"http://{_HOST}:{self.server_port}/?token={self.token}{'&' if query else ''}{query}"
+
+    def begin(self, page: str, settings: Mapping[str, str], brief: bool) -> "subprocess.Popen[str]":
+        """Start the search of a page in the place of its last one."""
+        command = [sys.executable, "-m", "shardwright_search.explore.child"]
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        with self._lock:
+            last = self._children.pop(page, None)
+            self._children[page] = child
+            old = [self._children.popitem(last=False)[1] for _ in range(len(self._children) - _MOST_CHILDREN)]
+        for each in (last, *old):
+            if each is not None:
+                each.kill()
+        assert child.stdin is not None
+        with suppress(BrokenPipeError), child.stdin as given:
+            given.write(json.dumps({"settings": settings, "brief": brief}) + "\n")
+        return child
+
+    def end(self, page: str, child: "subprocess.Popen[str]") -> None:
+        """End a search, and forget it unless another has taken its place."""
+        child.kill()
+        child.wait()
+        assert child.stdout is not None
+        child.stdout.close()
+        with self._lock:
+            if self._children.get(page) is child:
+                del self._children[page]
+
+    def end_all(self) -> None:
+        """End all searches."""
+        with self._lock:
+            children = list(self._children.values())
+        for child in children:
+            child.kill()
+
+    def keep_launch(self, files: dict[str, str]) -> str:
+        """Keep the files that start a plan, and return the key to them."""
+        key = secrets.token_urlsafe(9)
+        with self._lock:
+            self._launches[key] = files
+            while len(self._launches) > _MOST_LAUNCHES:
+                self._launches.popitem(last=False)
+        return key
+
+    def launch(self, key: str) -> dict[str, str] | None:
+        """Return the files of a key; None where they are not kept any more."""
+        with self._lock:
+            return self._launches.get(key)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Explorer
+    server_version, sys_version = "shardwright", ""
+
+    def do_GET(self) -> None:
+        """Answer the three requests that the page makes."""
+        parts = urlsplit(self.path)
+        given = settings_of(parts.query)
+        if self.headers.get("Host") not in self.server.hosts:
+            self._send(HTTPStatus.FORBIDDEN, "text/plain", b"not for this host")
+        elif not compare_digest(given.get("token", "").encode(), self.server.token.encode()):
+            self._send(HTTPStatus.FORBIDDEN, "text/plain", b"open the address that the command printed")
+        elif parts.path == "/":
+            self._send(HTTPStatus.OK, "text/html; charset=utf-8", self.server.page.encode())
+        elif parts.path == "/search":
+            self._search(given)
+        elif parts.path == "/launch.zip" and (files := self.server.launch(given.get("key", ""))) is not None:
+            self._send(HTTPStatus.OK, "application/zip", zipped(files), 'attachment; filename="launch.zip"')
+        else:
+            self._send(HTTPStatus.NOT_FOUND, "text/plain", b"there is no such page")
+
+    def _send(self, status: HTTPStatus, kind: str, content: bytes, disposition: str | None = None) -> None:
+        self._head(status, kind, disposition)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def _head(self, status: HTTPStatus, kind: str, disposition: str | None = None) -> None:
+        self.send_response(status)
+        headers = {
+            "Content-Type": kind,
+            "Content-Security-Policy": self.server.policy,
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Cache-Control": "no-store",
+        }
+        headers |= {} if disposition is None else {"Content-Disposition": disposition}
+        for name, value in headers.items():
+            self.send_header(name, value)
+
+    def _search(self, given: dict[str, str]) -> None:
+        """Send the events of a search as they come; a client that has gone ends it."""
+        settings = {name: value for name, value in given.items() if name not in _OWN}
+        page = given.get("page", "")[:80]
+        child = self.server.begin(page, settings, brief="brief" in given)
+        try:
+            self._head(HTTPStatus.OK, "text/event-stream")
+            self.end_headers()
+            for event in self._events(child):
+                self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+                self.wfile.flush()
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        finally:
+            self.server.end(page, child)
+
+    def _events(self, child: "subprocess.Popen[str]") -> Iterator[dict[str, Any]]:
+        """Yield the events of a search, files that start a plan as the key to them, and its end in any case."""
+        assert child.stdout is not None
+        kind = ""
+        for line in child.stdout:
+            event = json.loads(line)
+            kind = event["kind"]
+            if kind == "launch":
+                files = event.pop("files")
+                event["key"] = self.server.keep_launch(files) if files else ""
+            yield event
+        if kind != "end":
+            if child.wait() > 0:
+                yield {"kind": "error", "words": "the search failed: the terminal says why"}
+            yield {"kind": "end"}
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing: the address has the token."""
+
+
+def zipped(files: Mapping[str, str]) -> bytes:
+    """Return files as a zip archive, scripts executable."""
+    content = BytesIO()
+    with ZipFile(content, "w", ZIP_DEFLATED) as archive:
+        for name, text in files.items():
+            entry = ZipInfo(f"launch/{name}")
+            entry.external_attr = (0o100755 if name.endswith(".sh") else 0o100644) << 16
+            entry.compress_type = ZIP_DEFLATED
+            archive.writestr(entry, text)
+    return content.getvalue()
