@@ -260,10 +260,6 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         reduces_every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
         compute, further, least = self._passes(type_name, of_passes(strategy), topology, samples, turns)
         figures = compute.figures
-        if type_name == HEAD and self.loss_chunks > 1:
-            chunks = LossChunks(self.loss_chunks, self.model, self.precision)
-            states = (self._states(type_name, strategy, on) for on in topology.each_type)
-            figures = chunks.figures(figures, strategy, samples, max(states, key=lambda each: each.optimizer_s))
         forward_s = max(figures.forward_s + further[0].time_s, least[0])
         backward_s = max(figures.backward_s + further[1].time_s, least[1])
         tied = turns.ties and type_name == HEAD
@@ -309,7 +305,8 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         step, state, gradients and their sums, activations and workspace.
         """
         passes = [self._pass_numbers(type_name, each, topology, samples, turns) for each in parts.passes]
-        own = [self._parameter_numbers(type_name, each, topology, single_microbatch) for each in parts.parameters]
+        tied = turns.ties and type_name == HEAD
+        own = [self._parameter_numbers(type_name, each, topology, single_microbatch, tied) for each in parts.parameters]
         forward_s, backward_s, activation, workspace = np.array(passes).T[:, parts.passes_of]
         columns = np.array(own).T[:, parts.parameters_of]
         each, once, reduction = (AllOverlapped(*columns[first : first + 4]) for first in (0, 4, 8))
@@ -343,10 +340,10 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         )
 
     def _parameter_numbers(
-        self, type_name: str, strategy: Strategy, topology: StageTopology, single_microbatch: bool
+        self, type_name: str, strategy: Strategy, topology: StageTopology, single_microbatch: bool, tied: bool
     ) -> tuple[float, ...]:
         """Return the numbers of each collective, times once a step, and bytes."""
-        costs = self._all_parameters(type_name, strategy, topology, single_microbatch)
+        costs = self._all_parameters(type_name, strategy, topology, single_microbatch, tied)
         collectives = costs.gather_each, costs.gather_once, costs.reduction
         memory = costs.memory
         return (
@@ -362,6 +359,10 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         """Return the costs of a microbatch's passes: what is computed, further messages, and the host's least time."""
         views, rank_samples = topology.each_type, axes_of(strategy).rank_samples(samples)
         compute = slowest_compute([self._compute(type_name, strategy, on, rank_samples) for on in views])
+        if type_name == HEAD and self.loss_chunks > 1:
+            chunks = LossChunks(self.loss_chunks, self.model, self.precision)
+            states = max((self._states(type_name, strategy, on) for on in views), key=lambda each: each.optimizer_s)
+            compute = compute._replace(figures=chunks.figures(compute.figures, strategy, samples, states))
         sent = [self._traffic(type_name, strategy, on, samples, compute, turns) for on in views]
         floors = [self._host_floor(type_name, strategy, on, turns) for on in views]
         forward_s, backward_s = map(max, zip(*floors, strict=True))
