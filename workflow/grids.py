@@ -4,6 +4,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import product
+from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ from shardwright.types import GIB, Cluster
 from shardwright_search.space.request import Grid, SearchRequest, Space
 
 _REFERENCE = "results/reference"
+_PART = 64
+"""Cells of a part, which is searched in a job of its own."""
 
 
 class Inputs(NamedTuple):
@@ -92,15 +95,30 @@ class GridFile:
 
     def cells_json(self, model: str, cluster: str) -> str:
         """The grid document of a model on a cluster: its searches."""
+        return self._document(Grid, {"searches": self._cells(model, cluster)})
+
+    def part_json(self, model: str, cluster: str, part: int) -> str:
+        """The grid document of one part of the searches of a model on a cluster."""
+        return self._document(Grid, {"searches": self._cells(model, cluster)[part * _PART : (part + 1) * _PART]})
+
+    def answered_parts(self, model: str, cluster: str) -> list[str]:
+        """The answers of the parts of a pair; empty if its searches are so few that one job has all of them."""
+        parts = ceil(len(self._cells(model, cluster)) / _PART)
+        return [f"{self.folder}/answers/{model}@{cluster}/{part}.json" for part in range(parts) if parts > 1]
+
+    def part_words(self, model: str, cluster: str) -> list[str]:
+        """The options of the command that searches a part."""
+        return spelled_options({**self._named(model, cluster), "folder": "results/cells"})
+
+    def _cells(self, model: str, cluster: str) -> list[Mapping[str, Any]]:
         entry, usual = self.settings.models[model], self.settings
         sizes = set(product(entry.memory_gib or usual.memory_gib, entry.global_batch_size or usual.global_batch_size))
         for stated in (entry.published, entry.published_times):
             sizes |= {(each.memory_gib, each.global_batch_size) for each in stated if each.cluster == cluster}
-        searches = [
+        return [
             self._search(model, f"{_size_name(*size)}-{space.replace('+', '.')}", *size, space)
             for size, space in product(sorted(sizes, key=_ascending), self.settings.spaces)
         ]
-        return self._document(Grid, {"searches": searches})
 
     @property
     def published_times_json(self) -> str:

@@ -4,6 +4,7 @@ import json
 import shlex
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -328,3 +329,22 @@ def test_tables_hold_every_cell_and_say_why_there_is_no_plan(tmp_path):
     write_document(name / "answers" / "m@c.json", GridAnswers(cells=none))
     subprocess.run(command, check=True, timeout=120)
     assert "3 cells, 3 without a plan" in Path(f"{name}.md").read_text()
+
+
+def test_many_cells_are_searched_in_parts_and_the_job_of_all_waits_for_them(tmp_path):
+    few = _written(tmp_path / "few", "laptop", {})
+    assert few.answered_parts("demo", "laptop") == []
+    batches = list(range(16, 16 * 11, 16))
+    many = _written(tmp_path / "many", "laptop", {"global_batch_size": batches, "memory_gib": [0.1, 0.2]})
+    whole = json.loads(many.cells_json("demo", "laptop"))["searches"]
+    assert len(whole) == 160
+    assert many.answered_parts("demo", "laptop") == [
+        f"results/grids/mine/answers/demo@laptop/{part}.json" for part in range(3)
+    ]
+    parts = [json.loads(many.part_json("demo", "laptop", part))["searches"] for part in range(3)]
+    assert [len(part) for part in parts] == [64, 64, 32] and [*chain.from_iterable(parts)] == whole
+    words = many.part_words("demo", "laptop")
+    name, options = _parsed(f"grid part.json {' '.join(words)} --out answers.json")
+    assert (name, str(options.folder), str(options.cluster)) == (
+        "grid", "results/cells", "results/clusters/laptop.json",
+    )  # fmt: skip

@@ -161,7 +161,15 @@ def test_every_rule_is_asked_for_of_a_hostile_configuration(hostile):
     _, called, _ = hostile
     rules = {name for path in RULES for name in re.findall(r"^rule (\w+):", path.read_text(), re.M)}
     rules |= set(re.findall(r"^use rule \w+ as (\w+) with:", "".join(path.read_text() for path in RULES), re.M))
-    assert rules - called.jobs.keys() == {"plans", "profiles", "runs", "train", "write_blend"}
+    assert rules - called.jobs.keys() == {
+        "plans",
+        "profiles",
+        "runs",
+        "train",
+        "write_blend",
+        "write_grid_part",
+        "grid_part",
+    }
 
 
 def test_no_text_of_a_configuration_runs_as_a_command(hostile):

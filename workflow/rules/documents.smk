@@ -84,6 +84,16 @@ use rule write_cluster as write_grid_cells with:
         text=lambda wildcards: GRIDS[wildcards.grid].cells_json(wildcards.model, wildcards.cluster),
 
 
+use rule write_cluster as write_grid_part with:
+    output:
+        "results/grids/{grid}/asked/{model}@{cluster}/{part}.json",
+    log:
+        "results/logs/grids/{grid}/asked/{model}@{cluster}/{part}.log",
+    localrule: True
+    params:
+        text=lambda wildcards: GRIDS[wildcards.grid].part_json(wildcards.model, wildcards.cluster, int(wildcards.part)),
+
+
 use rule write_cluster as write_grid_cluster with:
     output:
         "results/grids/{grid}/clusters/{cluster}.json",

@@ -2,6 +2,7 @@
 wildcard_constraints:
     grid=any_of(GRIDS),
     front="[^/]+",
+    part="[0-9]+",
 
 
 rule grids:
@@ -10,11 +11,39 @@ rule grids:
     localrule: True
 
 
-# All cells of a model on a cluster are one job, and the published and the even plans beside them are priced in it.
+# Many cells of a model on a cluster are searched in parts, which may run at once: --shardwright-array-jobs grid_part.
 # Answers are kept by what they rest on, beyond what Snakemake deletes.
+rule grid_part:
+    input:
+        unpack(lambda wildcards: GRIDS[wildcards.grid].waits_for(wildcards.model, wildcards.cluster)),
+        cells="results/grids/{grid}/asked/{model}@{cluster}/{part}.json",
+    output:
+        answers="results/grids/{grid}/answers/{model}@{cluster}/{part}.json",
+    log:
+        "results/logs/grids/{grid}/{model}@{cluster}/{part}.log",
+    benchmark:
+        "results/benchmarks/grids/{grid}/{model}@{cluster}/{part}.tsv"
+    conda:
+        "../envs/plan.yaml"
+    resources:
+        mem_mb=4000,
+        runtime=60,
+    params:
+        words=lambda wildcards: [
+            placed(word) for word in GRIDS[wildcards.grid].part_words(wildcards.model, wildcards.cluster)
+        ],
+        load_sha256=lambda wildcards: GRIDS[wildcards.grid].load_sha256(wildcards.model),
+    message:
+        "search part {wildcards.part} of the cells of {wildcards.model} on {wildcards.cluster}: progress is in {log}"
+    shell:
+        "shardwright grid {input.cells:q} {params.words:q} --out {output.answers:q} > {log:q} 2>&1"
+
+
+# All cells of a model on a cluster are one job, and the published and the even plans beside them are priced in it.
 rule grid_searches:
     input:
         unpack(lambda wildcards: GRIDS[wildcards.grid].waits_for(wildcards.model, wildcards.cluster)),
+        parts=lambda wildcards: GRIDS[wildcards.grid].answered_parts(wildcards.model, wildcards.cluster),
         cells="results/grids/{grid}/asked/{model}@{cluster}.json",
         batch="results/grids/{grid}/commands/{model}@{cluster}.txt",
     output:
