@@ -46,6 +46,8 @@ FULL = {
     "embedding": {"tp_sizes": [2], "data_parallel": ["zero3"], "sequence_parallel": None},
     "head": {"tp_sizes": None, "cp_sizes": [2]},
     "schedules": ["interleaved_1f1b"],
+    "optimizer": ["adamw", "lion"],
+    "loss_chunks": 4,
     "chunks_per_stage": [2, 4],
     "gradient_reduction": "every_microbatch",
     "time_model": "sequence",

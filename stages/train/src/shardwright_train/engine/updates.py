@@ -71,7 +71,7 @@ class RoundedAdamW(_Update):
 
     def update(self, parameter: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
         """Update with unrounded averages, then keep rounded ones."""
-        averages = first, second = self._averages(parameter, state)
+        averages = first, second = self.averages(parameter, state)
         assert parameter.grad is not None
         adamw(
             [parameter],
@@ -91,12 +91,14 @@ class RoundedAdamW(_Update):
             beta2=self._beta2,
             eps=self._eps,
         )
-        self._keep(state, averages)
+        self.keep(state, averages)
 
-    def _averages(self, parameter: Tensor, state: Mapping[str, Any]) -> list[Tensor]:
+    def averages(self, parameter: Tensor, state: Mapping[str, Any]) -> list[Tensor]:
+        """Copies of the kept averages in the parameter's format."""
         return [state[each.name].to(parameter.dtype, copy=True) for each in ADAMW.states]
 
-    def _keep(self, state: Mapping[str, Any], averages: Sequence[Tensor]) -> None:
+    def keep(self, state: Mapping[str, Any], averages: Sequence[Tensor]) -> None:
+        """Keep averages until the next step."""
         for each, average in zip(ADAMW.states, averages, strict=True):
             state[each.name].copy_(average)
 
@@ -104,9 +106,10 @@ class RoundedAdamW(_Update):
 class EightBitAdamW(RoundedAdamW):
     """AdamW whose averages of matrices are kept in 8 bits."""
 
-    def _averages(self, parameter: Tensor, state: Mapping[str, Any]) -> list[Tensor]:
+    def averages(self, parameter: Tensor, state: Mapping[str, Any]) -> list[Tensor]:
+        """What the codes stand for."""
         if _BLOCKS not in state:
-            return super()._averages(parameter, state)
+            return super().averages(parameter, state)
         blocks: Blocks = state[_BLOCKS]
         if not parameter.numel():
             return [torch.empty_like(parameter) for _ in ADAMW.states]
@@ -115,9 +118,10 @@ class EightBitAdamW(RoundedAdamW):
             for name, signed in _signs()
         ]
 
-    def _keep(self, state: Mapping[str, Any], averages: Sequence[Tensor]) -> None:
+    def keep(self, state: Mapping[str, Any], averages: Sequence[Tensor]) -> None:
+        """Keep codes, with the scales on which all ranks that hold parts of a block agree."""
         if _BLOCKS not in state:
-            super()._keep(state, averages)
+            super().keep(state, averages)
             return
         blocks: Blocks = state[_BLOCKS]
         maxima = torch.stack([blocks.maxima(average) for average in averages])
