@@ -72,19 +72,13 @@ def layer_parts(model: Model, type_name: str, fused: bool = False, compiled: boo
     """
     if not compiled or type_name in (EMBEDDING, HEAD):
         return _parts(model, type_name, fused)
-    return tuple(_compiled(part) for part in _parts(model, type_name, fused=True))
-
-
-def _compiled(part: Part) -> Part:
-    """Return a part of a compiled block, whose gate is one kernel from two products to their next one.
-
-    torch.compile's partition of a block's graph keeps what products take and give, and no activation between: of a
-    Llama block, low-rank matrices or not, 17 times the stream in place of 20 (functorch's min-cut partitioner).
-    """
-    kernels = part.fused_kernels
-    if kernels is None:
-        kernels = _COMPILED_KERNELS[part.name] - _KERNELS[part.name] + part.kernels
-    return msgspec.structs.replace(part, inside=part.inside - part.gate, gate=0, kernels=kernels)
+    blocks = _parts(model, type_name, fused=True)
+    return tuple(
+        msgspec.structs.replace(part, kernels=_COMPILED_KERNELS[part.name] - _KERNELS[part.name] + part.kernels)
+        if part.fused_kernels is None
+        else msgspec.structs.replace(part, kernels=part.fused_kernels)
+        for part in blocks
+    )
 
 
 def _parts(model: Model, type_name: str, fused: bool) -> tuple[Part, ...]:

@@ -292,7 +292,7 @@ RUNTIMES: Mapping[RuntimeName, Runtime] = MappingProxyType(
                     *_STOCK_MODELS,
                     "deepspeed/runtime/zero/config.py: overlap_comm reduces beside the backward pass, prefetch_bucket_"
                     "size gathers ahead; an export sets overlap_comm, which is off by default below stage 3",
-                    "deepspeed/runtime/zero/stage_1_and_2.py: the optimizer's step ends by gathering all parameters",
+                    "deepspeed/runtime/zero/stage_1_and_2.py: the optimizer's step ends with a gather of parameters",
                     _BESIDE_SOURCE,
                 ),
             ),
