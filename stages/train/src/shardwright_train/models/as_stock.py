@@ -95,6 +95,9 @@ class AsStock(Family):
             if layer.recompute not in _WHOLE:
                 problem = f"layers[{number}] recomputes {layer.recompute}: the parts of a traced block are not known"
                 raise BadInput(file, problem, "recompute none, selective or full")
+        if plan.attention not in (kernels := (Attention.AUTO, *self.facts.kernels)):
+            problem = f"attention {plan.attention} is not known of a {plan.model.family} model"
+            raise BadInput(file, problem, f"use one of: {', '.join(kernels)}")
         if plan.compile:
             raise BadInput(file, "compile: blocks of traced models are not compiled", "leave it out")
         if plan.fused:

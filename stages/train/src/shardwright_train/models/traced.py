@@ -274,6 +274,8 @@ def _traced(whole: Whole, trace: Trace, length: int) -> _Pass:
     trace.begin(EMBEDDING, whole.model)
     with trace.watching():
         logits: Tensor = whole.model(**calling(whole.model.forward, ids)).logits
+    if missing := [kind for kind in whole.kinds if kind not in given]:
+        raise ValueError(f"blocks of type {missing[0]} do not run on text alone")
     return _Pass(trace.seen, states[0], logits.numel(), frozenset(early), frozenset(late))
 
 
