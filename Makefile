@@ -104,6 +104,7 @@ check: $(STAMP) ## ruff, mypy --strict, snakefmt, import-linter, schemas
 	@python -m shardwright.schema.generate --check
 	@python -m shardwright_search.space.schema --check
 	@python workflow/configuration_types.py --check
+	@python docs/site/types_table.py --check
 	@python tests/architecture/count_code.py
 	@echo "all checks passed"
 
