@@ -24,7 +24,7 @@ SOON = {
 }
 OTHERS = (
     *("bloom", "deepseek_v3", "falcon_h1", "gemma3_text", "gpt_neox", "mamba2", "olmo3", "opt", "qwen3_next"),
-    *("roformer", "starcoder2"),
+    *("starcoder2", "xglm"),
 )
 
 
