@@ -291,9 +291,9 @@ def states_place(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str:
 
     Raises ValueError if there is none.
     """
-    reached = [
+    reached: list[int | str] = [
         place
-        for place, x in (*enumerate(args), *kwargs.items())
+        for place, x in list[tuple[int | str, Any]]([*enumerate(args), *kwargs.items()])
         if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad
     ]
     if not reached:
