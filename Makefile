@@ -108,6 +108,7 @@ check: format-check ## formats, ruff, mypy --strict, import-linter, schemas
 	@python workflow/configuration_types.py --check
 	@python workflow/configuration_defaults.py --check
 	@python workflow/environments.py --check
+	@python docs/site/types_table.py --check
 	@python tests/architecture/count_code.py
 	@echo "all checks passed"
 

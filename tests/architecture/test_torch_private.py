@@ -16,6 +16,7 @@ TRANSFORMERS = {
     "_experts_implementation",
     "_init_weights",
     "_keys_to_ignore_on_load_unexpected",
+    "_supports_attention_backend",
     "_supports_flash_attn",
     "_supports_sdpa",
     "_tied_weights_keys",

@@ -8,7 +8,8 @@ import torch
 from forked_ranks import run_worker
 from msgspec.structs import replace
 from run_resumes import resumed, saved
-from tiny_types import tiny_config
+from run_types import RECORD
+from tiny_types import TYPES, tiny_config
 
 from shardwright.io import BadInput
 from shardwright.types import Recompute
@@ -23,7 +24,7 @@ SOON = {
 }
 OTHERS = (
     *("bloom", "deepseek_v3", "falcon_h1", "gemma3_text", "gpt_neox", "mamba2", "olmo3", "opt", "qwen3_next"),
-    *("roformer", "starcoder2", "xlstm"),
+    *("starcoder2", "xglm"),
 )
 
 
@@ -92,3 +93,9 @@ def test_parts_of_blocks_are_not_recomputed():
     parts = tuple(replace(strategy, recompute=Recompute.MLP) for strategy in plan.layers)
     with pytest.raises(BadInput, match="the parts of a traced block are not known"):
         family.check(replace(plan, layers=parts), "plan")
+
+
+def test_each_type_has_a_word_of_the_record():
+    recorded = json.loads(RECORD.read_bytes())["types"]
+    assert set(recorded) == set(TYPES)
+    assert all(("exact" in found) != ("refused" in found) for found in recorded.values())

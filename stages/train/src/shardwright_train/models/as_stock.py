@@ -95,13 +95,16 @@ class AsStock(Family):
             if layer.recompute not in _WHOLE:
                 problem = f"layers[{number}] recomputes {layer.recompute}: the parts of a traced block are not known"
                 raise BadInput(file, problem, "recompute none, selective or full")
+        if plan.attention not in (kernels := (Attention.AUTO, *self.facts.kernels)):
+            problem = f"attention {plan.attention} is not known of a {plan.model.family} model"
+            raise BadInput(file, problem, f"use one of: {', '.join(kernels)}")
         if plan.compile:
             raise BadInput(file, "compile: blocks of traced models are not compiled", "leave it out")
         if plan.fused:
             raise BadInput(file, "fused: traced models keep their own modules", "leave it out")
-        if (problem := self.problem(plan.model)) is not None:
+        if (reason := self.problem(plan.model)) is not None:
             remedy = f"`shardwright train describe --as` a like family, or plan it for another system: {_PAGE}"
-            raise BadInput(file, f"{plan.model.family!r} cannot be trained as its stock class: {problem}", remedy)
+            raise BadInput(file, f"{plan.model.family!r} cannot be trained as its stock class: {reason}", remedy)
 
     # The stock model and its layers.
 
@@ -271,7 +274,7 @@ def _facts(kind: str, name: str, without: Sequence[Attention]) -> Facts:
         stock=StockModel(name, tied=()),
         runtime="as_stock:AsStock",
         keys=Keys({}, ()),
-        parameters=lambda *_: (),
+        parameters=lambda *_: iter(()),
         stacks=(),
         divided=traits.Divided(()),
         attention=AttentionFacts(Mask.CAUSAL, "rope", without=tuple(without)),
@@ -329,7 +332,7 @@ def _parameters_on_meta(values: dict[int, Tensor]) -> Iterator[None]:
             values[id(there)] = parameter.detach().clone()
         return there
 
-    hook = register_module_parameter_registration_hook(moved)
+    hook = register_module_parameter_registration_hook(moved)  # type: ignore[arg-type]  # it may return another one
     try:
         yield
     finally:
@@ -338,6 +341,9 @@ def _parameters_on_meta(values: dict[int, Tensor]) -> Iterator[None]:
 
 class _HugeOnMeta(TorchDispatchMode):
     """A mode that allocates nothing as large as only parameters are, such as the matrices of all experts."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call an operator, on the meta device if it is to allocate that much."""
@@ -357,7 +363,8 @@ def _small_ones_filled() -> Iterator[None]:
         )
 
     before = {name: getattr(nn.init, name) for name in TORCH_INIT_FUNCTIONS}
-    for name, fill in TORCH_INIT_FUNCTIONS.items():
+    functions: Mapping[str, Any] = TORCH_INIT_FUNCTIONS
+    for name, fill in functions.items():
         setattr(nn.init, name, guarded(fill))
     try:
         with torch.random.fork_rng(devices=()):
@@ -420,7 +427,9 @@ class _StandIn(nn.Module):
 
 def _stands_in(whole: Whole, stand_ins: Mapping[str, nn.Module], blocks: Callable[[int], Callable[..., Any]]) -> Any:
     """A copy of a stock model with stand-ins for some modules, by path, and for all blocks, by number."""
-    memo = {id(block): _StandIn(block, blocks(number)) for number, block in enumerate(whole.blocks)}
+    memo: dict[int, nn.Module] = {
+        id(block): _StandIn(block, blocks(number)) for number, block in enumerate(whole.blocks)
+    }
     memo |= {id(whole.model.get_submodule(path)): stand_in for path, stand_in in stand_ins.items()}
     return copy.deepcopy(whole.model, memo)
 
@@ -451,7 +460,9 @@ def _zeros_of(whole: Whole, flow: Flow, now: _Now, dtype: torch.dtype) -> dict[s
         return lambda *_, **__: shape.zeros(now.samples, now.dtype, now.device)
 
     module = whole.model.get_submodule
-    ran = {path: _StandIn(module(path), compute(shape), dtype) for path, shape in flow.early.items()}
+    ran: dict[str, nn.Module] = {
+        path: _StandIn(module(path), compute(shape), dtype) for path, shape in flow.early.items()
+    }
     others = {path: _StandIn(module(path), _absent(path), dtype) for path in flow.embedding - ran.keys()}
     return ran | others
 

@@ -184,8 +184,9 @@ class _Noted(TorchDispatchMode):
             raise UnknownFilling(f"initial weights by {name} are not known")
         made = func(*args, **(kwargs or {}))
         if name == "aten::select" and args[1] == 0:
-            whole = next(name for part, name, _ in self._parts if part is args[0])
-            self._parts.append((made, whole, (args[2], args[2] + 1)))
+            whole = next((name for part, name, _ in self._parts if part is args[0]), None)
+            if whole is not None:  # else it is a row of a constant
+                self._parts.append((made, whole, (args[2], args[2] + 1)))
         return made
 
 

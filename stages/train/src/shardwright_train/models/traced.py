@@ -274,6 +274,8 @@ def _traced(whole: Whole, trace: Trace, length: int) -> _Pass:
     trace.begin(EMBEDDING, whole.model)
     with trace.watching():
         logits: Tensor = whole.model(**calling(whole.model.forward, ids)).logits
+    if missing := [kind for kind in whole.kinds if kind not in given]:
+        raise ValueError(f"blocks of type {missing[0]} do not run on text alone")
     return _Pass(trace.seen, states[0], logits.numel(), frozenset(early), frozenset(late))
 
 
@@ -289,9 +291,9 @@ def states_place(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str:
 
     Raises ValueError if there is none.
     """
-    reached = [
+    reached: list[int | str] = [
         place
-        for place, x in (*enumerate(args), *kwargs.items())
+        for place, x in list[tuple[int | str, Any]]([*enumerate(args), *kwargs.items()])
         if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad
     ]
     if not reached:

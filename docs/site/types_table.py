@@ -1,0 +1,83 @@
+"""Write what docs/models.md says of each causal type of transformers, from docs/models.json and the facts.
+
+    python docs/site/types_table.py            # rewrite the table
+    python docs/site/types_table.py --check    # exit 1 if it is not up to date
+
+docs/models.json is measured: `python tests/train/run_types.py --record`.
+"""
+
+import json
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwright.models.facts import Family
+from shardwright.models.registry import FAMILIES, OTHER_NAMES
+
+PAGE = Path(__file__).parents[1] / "models.md"
+RECORD = Path(__file__).parents[1] / "models.json"
+_BEGIN, _END = "<!-- types_table.py -->\n", "<!-- end -->\n"
+_EVERYWHERE = "DeepSpeed, accelerate"
+
+
+def table(record: Mapping[str, Any]) -> str:
+    """The table of a record: types that have the same said of them share a row."""
+    rows: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for kind, found in record["types"].items():
+        rows[_said(kind, found)].append(f"`{kind}`")
+    exact = sum("exact" in found for found in record["types"].values())
+    of = f"{len(record['types'])} causal types of transformers {record['transformers']}"
+    how = f"tiny models in float64 on 2 ranks, {record['measured']}"
+    return "".join(
+        (
+            f"Of the {of}, {exact} train exactly as their stock class ({how}), with facts or without.\n\n",
+            "| types | known by | trained | exported to |\n| --- | --- | --- | --- |\n",
+            *(f"| {', '.join(kinds)} | {' | '.join(said)} |\n" for said, kinds in sorted(rows.items(), key=_order)),
+        )
+    )
+
+
+def _order(row: tuple[tuple[str, str, str], list[str]]) -> tuple[str, bool, int]:
+    (known, trained, _), kinds = row
+    return known, trained != "exactly", -len(kinds)
+
+
+def _said(kind: str, found: Mapping[str, Any]) -> tuple[str, str, str]:
+    family = FAMILIES.get(OTHER_NAMES[kind].family if kind in OTHER_NAMES else kind)
+    if family is not None:
+        return "facts", "exactly", ", ".join(_systems(family))
+    if "exact" in found:
+        return "trace", "exactly", _EVERYWHERE
+    reason = str(found["refused"])
+    described = not reason.startswith(("not described: ", "no tiny"))
+    why = re.sub(r"\(\w+(Error|Exception): (.*)\)$", r"(\2)", reason.removeprefix("not described: "))
+    return "trace" if described else "nothing", "no: " + why.replace("|", "\\|"), _EVERYWHERE if described else ""
+
+
+def _systems(family: Family) -> Iterator[str]:
+    if family.systems.megatron is not None:
+        yield "Megatron-LM"
+    if family.systems.torchtitan is not None:
+        yield "torchtitan"
+    yield _EVERYWHERE
+
+
+def main(*, check: bool) -> int:
+    """Rewrite the page, or say whether it is up to date."""
+    page = PAGE.read_text()
+    before, _, rest = page.partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    made = f"{before}{_BEGIN}{table(json.loads(RECORD.read_bytes()))}{_END}{after}"
+    if check:
+        if made != page:
+            print(f"{PAGE} is not up to date: python {Path(__file__).name}", file=sys.stderr)
+        return int(made != page)
+    PAGE.write_text(made)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(check="--check" in sys.argv[1:]))
