@@ -90,7 +90,8 @@ def begun_again() -> list[tuple[World, SearchAnswer, list[SearchAnswer | Infeasi
             with pytest.MonkeyPatch.context() as patched:
                 patched.setattr(search, "_once", lambda *given, to=rounds, of=once: to.append(of(*given)) or to[-1])
                 found = searched(asked)
-            if len(rounds) > 1 and isinstance(found, SearchAnswer):
+            first = rounds[0]
+            if isinstance(first, SearchAnswer) and first.over_bytes > 0 and isinstance(found, SearchAnswer):
                 some.append((asked, found, rounds))
     return some
 
@@ -114,7 +115,7 @@ def test_the_bound_of_a_search_that_begins_again_stays_that_of_all_plans(
 ) -> None:
     for world, found, rounds in begun_again:
         first = rounds[0]
-        assert isinstance(first, SearchAnswer) and first.over_bytes > 0
+        assert isinstance(first, SearchAnswer)
         samples = found.chosen.plan.global_batch_size / first.chosen.plan.global_batch_size
         assert found.bound_s <= first.bound_s * samples and found.bound_s <= found.optimum_s
         budgets = budgets_of(world.request, world.cluster, FILE)
@@ -140,6 +141,7 @@ def test_a_search_with_more_left_free_prices_no_layer_again(
 
     monkeypatch.setattr(layer, "slowest_compute", counted)
     monkeypatch.setattr(search, "_once", noted)
+    monkeypatch.setattr(search, "_alike", lambda *_: None)
     searched(begun_again[0][0])
     first, *others = rounds
     assert first > 0 and others and not any(others)
