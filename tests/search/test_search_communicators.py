@@ -214,13 +214,13 @@ def test_counting_from_the_plan_is_no_less_than_any_of_its_collectives_need(seed
 @pytest.mark.parametrize("seeds", rest_long(1, ((*range(4), *BEYOND), range(4, 400))))
 def test_what_is_found_fits_and_no_plan_that_fits_is_below_the_bound(seeds: Iterable[int]) -> None:
     """Every plan of tiny worlds, counted with the communicators that it makes, within budgets from tight to ample."""
-    seen, proven = 0, 0
+    possible, exact = 0, 0
     for seed in seeds:
         if (world := communicating_world(seed)) is not None:
             budgets = budgets_of_world(world, 4)
             for budget, best in zip(budgets, best_within(world, budgets), strict=True):
                 asked = with_memory(world, budget + world.profiles.process_bytes)
-                found = searched(asked)
+                found, possible = searched(asked), possible + (best.plan is not None)
                 if isinstance(found, Infeasible):
                     assert best.plan is None or not found.exact, (seed, budget)
                     continue
@@ -230,8 +230,8 @@ def test_what_is_found_fits_and_no_plan_that_fits_is_below_the_bound(seeds: Iter
                 # A time is the score over a batch size, and rounded.
                 assert found.bound_s * scale <= best.score * (1 + 1e-12), (seed, budget)
                 assert found.optimum_s * scale >= best.score * (1 - 1e-12), (seed, budget)
-                seen, proven = seen + 1, proven + (found.optimum_s == found.bound_s)
-    assert seen > 10 and proven > seen / 2
+                exact += found.optimum_s * scale <= best.score * (1 + 1e-12)
+    assert possible > 10 and exact > 0.9 * possible
 
 
 @pytest.mark.parametrize("seed", range(4))
