@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from shardwright.io import BadInput
 from shardwright.types import GIB, Cluster, Model
+from shardwright_search.alike_groups import best_alike
 from shardwright_search.alternatives import MAX_NEAR, NEAR, further
 from shardwright_search.candidates import Candidate, best_elsewhere, candidate_of, is_short, runners_up
 from shardwright_search.cost_model.profiles import Profiles
@@ -133,6 +134,10 @@ def find_best(
         answers.append(answer)
         if answer.over_bytes == 0 or (answer.stopped and answer.fits):
             break
+        if reserve == 0 and (alike := _alike(answer, budgets, deadline)) is not None:
+            answers.append(alike)
+            if alike.optimum_s <= answer.bound_s * (1 + NEAR):
+                break
         # At least twice as much each time, lest the same plan come again and again.
         reserve += max(answer.over_bytes, reserve)
         report(f"its communicators exceed the budget by {answer.over_bytes} bytes: searching with more in reserve")
@@ -192,6 +197,25 @@ def best_of(answers: Sequence[SearchAnswer], late: Sequence[StoppedEarly]) -> Se
         examined=sum(answer.examined for answer in answers),
         solved=sum(answer.solved for answer in answers),
         stopped=bool(late) or any(answer.stopped for answer in answers),
+    )
+
+
+def _alike(answer: SearchAnswer, budgets: Mapping[str, int], deadline: float) -> SearchAnswer | None:
+    """Return the answer with the best plan that is known to fit, as its stages have one set of groups; None: none."""
+    instance = answer.instance
+    best, whole = latest(best_alike(instance, answer.bounds, inf), soon(deadline))
+    if best is None or not _is_within(candidate := candidate_of(instance, best), budgets):
+        return None
+    scale = instance.score_scale(candidate.plan.global_batch_size)
+    return replace(
+        answer,
+        chosen=candidate,
+        best=best,
+        optimum_s=best.score * 1e-12 / scale,
+        bound_s=answer.bound_s * answer.chosen_scale / scale,
+        beside=tuple,
+        stopped=answer.stopped or not whole,
+        fits=True,
     )
 
 
