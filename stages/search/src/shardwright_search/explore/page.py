@@ -48,7 +48,7 @@ def _form() -> str:
     systems = "".join(f'<option value="{name}">{escape(title)}</option>' for name, title in titles.items())
     return (
         f'<datalist id="models">{models}</datalist><form class="fields" id="form" autocomplete="off">'
-        f"{_field('Model', '<input id=model list=models spellcheck=false placeholder=llama-3-8b>')}"
+        f"{_field('Model', '<input id=model list=models spellcheck=false placeholder='a preset or a config.json'>')}"
         f"{_nodes('', 'GPUs')}{_nodes('-2', 'and')}"
         f"{_number('batch', 'Samples of a step', 'usual')}{_number('seq', 'Tokens of a sample', 'the model’s')}"
         f"{_field('System', f'<select id=for>{systems}</select>')}"
