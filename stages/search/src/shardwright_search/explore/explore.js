@@ -55,6 +55,7 @@ function start() {
   remember();
   if (events) events.close();
   const given = settings();
+  at("status").dataset.kind = "searching";
   at("launch").hidden = true;
   at("notes").replaceChildren();
   if (!given.has("model") || !given.has("gpus")) { say("Choose a model and a device."); stale(true); return; }

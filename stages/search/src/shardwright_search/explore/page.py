@@ -12,6 +12,7 @@ from shardwright_search.systems.registry import SYSTEMS
 
 _TITLE = "Shardwright: explore plans"
 _FIRST = "Choose a model and GPUs: each change is searched at once. All figures are estimates; nothing is measured."
+_MODEL = '<input id="model" list="models" spellcheck="false" placeholder="a preset or a config.json">'
 _BUDGETS = "Each point is the best plan for a budget of memory. Hollow points are of searches that were stopped."
 _PRICES = "Each point is the best plan on a quarter to four times as many GPUs. The ring is at those that are chosen."
 _SECTIONS = (
@@ -48,7 +49,7 @@ def _form() -> str:
     systems = "".join(f'<option value="{name}">{escape(title)}</option>' for name, title in titles.items())
     return (
         f'<datalist id="models">{models}</datalist><form class="fields" id="form" autocomplete="off">'
-        f"{_field('Model', '<input id=model list=models spellcheck=false placeholder=llama-3-8b>')}"
+        f"{_field('Model', _MODEL)}"
         f"{_nodes('', 'GPUs')}{_nodes('-2', 'and')}"
         f"{_number('batch', 'Samples of a step', 'usual')}{_number('seq', 'Tokens of a sample', 'the model’s')}"
         f"{_field('System', f'<select id=for>{systems}</select>')}"

@@ -21,7 +21,7 @@ class RentOptions(Options, frozen=True, kw_only=True):
     preset: Annotated[str | None, POSITIONAL] = field(default=None, name="name")
     """A Hugging Face config.json, its folder, or a preset such as gpt2-xl."""
     gpus: str | None = None
-    """NODESxGPUS:DEVICE for each type, whose NODES may be a range or a list: 0-8x8:A100-80+0,4,8x8:A10."""
+    """NODESxGPUS:DEVICE, whose NODES may be a range or a list, as 0-8x8:A100-80 or 0,4,8x8:A10; types joined by +."""
     batch: Samples | None = None
     """Samples of a step; by default as many for each GPU as make about 4 Mi tokens on all nodes."""
     seq: Tokens | None = None

@@ -29,7 +29,7 @@ class NodesOfAType(NamedTuple):
     node_type: str
     first: int
     """Number of the first of them."""
-    count: int
+    nodes: int
     devices: int
     """Devices of each."""
 
@@ -86,7 +86,7 @@ def _sky_task(plan: Plan, group: NodesOfAType, carried: Carried, accelerator: st
     return yaml_text(
         {
             "name": label_of(plan.name),
-            "num_nodes": group.count,
+            "num_nodes": group.nodes,
             "workdir": ".",
             "resources": {"accelerators": f"{accelerator}:{group.devices}", "use_spot": spot, "network_tier": "best"},
             # A variable without a value has to be given.
@@ -111,7 +111,7 @@ def _train_job(plan: Plan, group: NodesOfAType, carried: Carried) -> str:
                 "runtimeRef": {"name": "torch-distributed"},
                 "trainer": {
                     "image": _IMAGE,
-                    "numNodes": group.count,
+                    "numNodes": group.nodes,
                     "numProcPerNode": group.devices,
                     "resourcesPerNode": {"limits": {_resource(plan, group): group.devices}},
                     "env": _environment(carried, {}),
@@ -163,8 +163,8 @@ def _job(plan: Plan, group: NodesOfAType, carried: Carried, name: str) -> Yaml:
     }
     return {
         "spec": {
-            "parallelism": group.count,
-            "completions": group.count,
+            "parallelism": group.nodes,
+            "completions": group.nodes,
             "completionMode": "Indexed",
             "backoffLimit": 0,
             "template": {"spec": pod},
