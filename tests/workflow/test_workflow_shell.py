@@ -27,6 +27,8 @@ CONFIG["data"]["photos"] = {"text": "photos", "source": "images", "image_size": 
 CONFIG["runs"]["demo-tight"]["data"] = "photos"
 CONFIG["data"]["captions"] = {"text": "captions", "source": "captions", "image_size": 8}
 CONFIG["runs"]["demo-captions"] = CONFIG["runs"]["demo-tight"] | {"data": "captions"}
+CONFIG["data"]["pairs"] = {"text": "pairs.jsonl", "tokenizer": "model", "loss_on": "completions"}
+CONFIG["runs"]["demo-pairs"] = CONFIG["runs"]["demo-tight"] | {"data": "pairs"}
 
 
 def _shells(text):

@@ -198,7 +198,8 @@ class _Template(NamedTuple):
             from transformers.utils.chat_template_utils import render_jinja_template
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
-            rendered: Any = render_jinja_template([given], chat_template=self.source, **self.special, **how)
+            more: dict[str, Any] = {"chat_template": self.source, **self.special, **how}
+            rendered: Any = render_jinja_template([given], **more)
         except (TemplateError, *RUNNING_ERRORS) as error:
             problem = f"the chat_template refuses it ({' '.join(str(error).split())})"
             raise BadInput(place, problem, "correct the messages, or the template") from None

@@ -292,7 +292,7 @@ class Encoder:
             raise BadInput(TOKENIZER, f"produces tokens that are not below {self.vocab_size}", "take another")
         tokens = tokens.astype(token_dtype(self.vocab_size))
         with atomic_path(shard) as temporary, temporary.open("wb") as file:
-            marks = {} if self.form is None else {"targets": np.frombuffer(targets, np.uint8)}
+            marks: dict[str, Any] = {} if self.form is None else {"targets": np.frombuffer(targets, np.uint8)}
             np.savez(file, tokens=tokens, ends=np.array(ends, np.int64), text_bytes=np.int64(text_bytes), **marks)
         return len(tokens), pieces[-1].at
 
