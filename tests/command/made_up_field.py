@@ -38,7 +38,7 @@ from shardwright_train.cli import APP as TRAIN  # noqa: E402
 def said(plan: Path, out: Path, profiles: Sequence[str]) -> Iterator[tuple[str, str, int]]:
     """Yield each command's name, standard error and exit code."""
     commands = {f"export {system}": (SEARCH, ["export", plan, "--to", system, "--out", out]) for system in SYSTEMS}
-    for system in (name for name, entry in SYSTEMS.items() if entry.launch is not None):
+    for system in SYSTEMS:
         commands[f"launch {system}"] = SEARCH, ["export", plan, "--to", system, "--out", out, "--launch", out / "l"]
     commands |= {
         "evaluate": (SEARCH, ["evaluate", plan, *profiles, "--out", out]),

@@ -18,7 +18,7 @@ from shardwright_search.uniform_plan import uniform_plan
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "core/examples"
 PROFILES = "--hardware", EXAMPLES / "hardware_profile.h5", "--profile", EXAMPLES / "model_profile.h5"
-OTHERS = "launch megatron", "evaluate", "explain", "check", "run", "measure"
+OTHERS = "evaluate", "explain", "check", "run", "measure"
 
 
 CONFIG = {
@@ -53,7 +53,7 @@ def test_every_command_refuses_a_field_that_it_does_not_support_by_its_name(tmp_
     found = json.loads(done.stdout)
     assert set(found) == {"layers[1].experts.capacity", "layers[1].offload", "shadow", "stages[0].priority"}
     for place, commands in found.items():
-        assert set(commands) == {*(f"export {system}" for system in System), *OTHERS}
+        assert set(commands) == {*(f"{verb} {system}" for verb in ("export", "launch") for system in System), *OTHERS}
         for name, (text, code) in commands.items():
             where = f"plan {plan.name}" if name in ("evaluate", "explain") else tmp_path / "changed.json"
             assert text.startswith(f"error: {where}: {place}: ") and text.count("\n") == 1, name

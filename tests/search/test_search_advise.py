@@ -330,7 +330,7 @@ def test_a_search_without_an_answer_in_time_names_the_option(capsys, monkeypatch
 
 
 def test_the_docs_list_the_families_of_the_registry_and_their_presets():
-    rows = (ROOT / "docs" / "models.md").read_text().split("| --- | --- | --- |")[-1].split("\n\n")[0].splitlines()[1:]
+    rows = (ROOT / "docs" / "models.md").read_text().split("\n| --- | --- | --- |\n")[-1].split("\n\n")[0].splitlines()
     listed = {
         family: names
         for family, _, names in (map(str.strip, row.strip("|").split("|")) for row in rows if row.startswith("|"))

@@ -67,5 +67,8 @@ def test_a_kind_of_change_that_is_forgotten_is_seen(monkeypatch, forgotten):
 
 
 def test_changes_that_forget_the_budget_are_seen(monkeypatch):
+    """A plan beyond the budget is not taken, but the search goes on with more in reserve and so past the best one."""
+    seeds = (30,)
+    assert max(excesses(seeds, tight=True).values()) <= WITHIN
     monkeypatch.setattr(least_simulated, "_fitting", lambda problem, solution: 0.0)
-    assert any(more < -WITHIN for seed in range(12) for more in excesses([seed], tight=True).values())
+    assert any(more > WITHIN for seed in seeds for more in excesses([seed], tight=True).values())

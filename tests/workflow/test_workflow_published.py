@@ -153,5 +153,5 @@ def test_every_key_and_its_default_are_those_of_the_types():
         for entry in written[section].values():
             stated = {key: value for key, value in defaults[section]["NAME"].items() if value != "required"}
             entry |= {key: value for key, value in stated.items() if key not in entry}
-    assert load_workflow(written, "config.yaml", ROOT).sections == load_workflow(config, "config.yaml", ROOT).sections
+    assert load_workflow(written, "config.yaml").sections == load_workflow(config, "config.yaml").sections
     assert set(defaults) == set(Configuration.__struct_fields__)

@@ -140,7 +140,7 @@ def test_no_picture_and_no_table_is_wider_than_the_page(results):
     page = report.page([read_search(results, "roomy")], [read_run(results, "demo")])
     wide = re.findall(r'<label class="wide"><input [^>]*/><svg [^>]*viewBox="0 0 (\d+) [^>]*>', page)
     narrow = re.findall(r'<div class="narrow"><svg [^>]*viewBox="0 0 (\d+) [^>]*>', page)
-    assert {*wide} == {"1020"} and {*narrow} == {"376"}
+    assert {*wide} == {"1020"} and {*narrow} == {"360"}
     assert page.count("<svg") == len(wide) + len(narrow) == 2 * len(wide)
     assert page.count("<table>") == page.count('<div class="wide"><table>') > 0
     css = page.partition("<style>")[2].partition("</style>")[0]

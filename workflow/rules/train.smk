@@ -118,6 +118,8 @@ rule run:
         data=lambda wildcards, input: found(CONFIG.data_folder(settings_of_run(wildcards).data), input.data),
         checkpoints=lambda wildcards: placed(f"results/checkpoints/{wildcards.run}"),
         logs=lambda wildcards: placed(f"results/logs/ranks/{wildcards.run}"),
+        # Snakemake compares no parameter that depends on inputs: an edit of an option is seen here.
+        compared=lambda wildcards: CONFIG.run_options(RUNS[wildcards.run]),
         options=lambda wildcards, input: [found(word, input.data) for word in CONFIG.run_options(RUNS[wildcards.run])],
         nodes=nodes_options(cluster_of_run),
         replan=replan_options,

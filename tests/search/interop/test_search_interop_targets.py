@@ -170,4 +170,4 @@ def test_advice_for_a_system_starts_there_and_export_takes_another_choice(tmp_pa
     assert tomllib.loads((tmp_path / "run.toml").read_text())["parallelism"]["tensor_parallel_degree"] == 2
     capsys.readouterr()
     assert _exit_code(APP, ["advise", *asked, *options, "--launch", str(folder)]) == 2
-    assert capsys.readouterr().err.endswith("of what starts a plan in another system: pass --for too\n")
+    assert "start: is not empty: choose a new folder" in capsys.readouterr().err
