@@ -17,10 +17,11 @@ from shardwright.estimate.accuracy import SPARE_SHARE
 from shardwright.plan.communication import Cause, step_messages
 from shardwright.plan.process_groups import Purpose, communicator_bytes, communicators, strategy_axes
 from shardwright_search import search
+from shardwright_search.commands.prediction import prediction_of_searched
 from shardwright_search.cost_model import layer
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.search import SearchAnswer, find_best
-from shardwright_search.space.budget import GIB, Infeasible, budgets_of, budgets_of_stages, over_bytes
+from shardwright_search.space.budget import GIB, Infeasible, allowed_bytes, budgets_of, over_bytes
 from shardwright_search.space.request import SearchRequest
 
 MIB = 1 << 20
@@ -102,7 +103,7 @@ def test_every_plan_that_is_found_fits_with_the_communicators_that_it_makes(
     for world, found in tight:
         for plan, evaluation in (found.chosen, *found.runners_up):
             held = communicators(plan)
-            budgets = budgets_of_stages(plan, budgets_of(world.request, world.cluster, FILE))
+            budgets = allowed_bytes(plan, evaluation.estimate, budgets_of(world.request, world.cluster, FILE))
             for stage, own, most in zip(plan.stages, evaluation.estimate.stages, budgets, strict=True):
                 of_ranks = [communicator_bytes(held[rank], world.profiles.communicator_bytes) for rank in stage.ranks]
                 assert own.memory_terms_bytes.get("communicators", 0) == max(of_ranks)
@@ -162,6 +163,8 @@ def test_the_default_budget_leaves_room_for_communicators_and_an_explicit_one_ha
     on_it = replace(plan, cluster=replace(cluster, node_types={"n": device}))
     assert without <= default < stage.memory_bytes <= device.memory_bytes
     assert max(over_bytes(on_it, estimate, {"n": default})) <= 0
+    told = prediction_of_searched(found, request, allowed_bytes(on_it, estimate, {"n": default}), {})
+    assert stage.memory_bytes <= (told.memory_budget_bytes or 0) <= device.memory_bytes
     assert over_bytes(on_it, estimate, {"n": default - 1}) == (stage.memory_bytes - default + 1,)
 
 

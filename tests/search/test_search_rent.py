@@ -298,10 +298,13 @@ def test_a_model_by_name_needs_no_file(tmp_path):
     [
         (("rent", "gpt2-xl"), "--gpus: is not given: write for example"),
         (("rent",), "--cluster: is not given: name a model with --gpus, or give"),
-        ((*NAMED, "--cluster", "c.json"), "--cluster: is given beside the model gpt2-xl: give the model, or files"),
+        (
+            (*NAMED, "--cluster", "c.json"),
+            "--cluster: cannot be combined with the model name gpt2-xl: pass the name, or files",
+        ),
         ((*NAMED[:3], "8x8"), "--gpus: '8x8' is not FROM-TOxGPUS:DEVICE"),
-        ((*NAMED[:3], "2-1x8:A10"), "--gpus: 2-1x8:A10: 2 to 1 nodes: give the fewest first"),
-        ((*NAMED[:3], "1x8:A10+0-1x8:A10"), "--gpus: A10 stands twice"),
+        ((*NAMED[:3], "2-1x8:A10"), "--gpus: 2-1x8:A10: 2-1 is not a range of nodes: give the smaller number first"),
+        ((*NAMED[:3], "1x8:A10+0-1x8:A10"), "--gpus: A10 appears twice"),
         ((*NAMED[:3], "0-2x8:H20", "--batch", 8), "no price of H20 is known: give --price-per-gpu-hour H20=USD"),
         ((*NAMED, "--spot", "H200=1"), "--spot: 'H200=1' names none of A100-80, A10: write DEVICE=USD"),
         ((*NAMED, "--price-per-gpu-hour", "A10=nan"), "--price-per-gpu-hour: 'A10=nan' has no price"),

@@ -18,7 +18,7 @@ from shardwright_search.cli import APP
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.search import SearchAnswer, find_best
 from shardwright_search.simplest import num_strategies, simplest
-from shardwright_search.space.budget import budgets_of, budgets_of_stages
+from shardwright_search.space.budget import allowed_bytes, budgets_of
 from shardwright_search.space.request import SearchRequest
 
 LOOSE = 0.3
@@ -67,7 +67,7 @@ def test_a_simple_plan_fits_is_within_the_tolerance_of_the_bound_and_keeps_strat
         for tolerance in (0.0, LOOSE):
             plan = simplest(found, budgets, tolerance).plan.plan
             estimate = evaluate(plan, world.profiles).estimate
-            limits = budgets_of_stages(plan, budgets)
+            limits = allowed_bytes(plan, estimate, budgets)
             assert all(s.memory_bytes <= most for s, most in zip(estimate.stages, limits, strict=True))
             ratio = estimate.objective_s / plan.global_batch_size
             bound = found.bound_s / found.chosen.plan.global_batch_size

@@ -60,8 +60,8 @@ def problem(kind, **keys):
         ("mixtral", {"output_router_logits": True}, "output_router_logits adds a loss"),
         ("roberta", {"is_decoder": False}, "is_decoder is false"),
         ("zamba2", {}, "its blocks share the parameter"),
-        ("gemma4_text", {}, "its blocks are given more of the embedding than hidden states"),
-        ("glm_moe_dsa", {}, r"its blocks are given more of other blocks than hidden states \(prev_topk_indices\)"),
+        ("gemma4_text", {}, "its blocks receive more from the embedding than hidden states"),
+        ("glm_moe_dsa", {}, r"its blocks receive more from other blocks than hidden states \(prev_topk_indices\)"),
     ],
 )
 def test_what_cannot_run_block_by_block_is_refused_by_name(kind, keys, reason):

@@ -171,7 +171,7 @@ def test_options_that_contradict_it_are_one_line(tokenizer: Path, tmp_path: Path
     (tmp_path / "t.txt").write_text("a")
     own = ("--tokenizer", tokenizer)
     for text, more, message in (
-        ("t.jsonl", ("--vocab-size", 300), "trains no tokenizer: pass that of the model with --tokenizer"),
+        ("t.jsonl", ("--vocab-size", 300), "needs a tokenizer: pass the model's with --tokenizer"),
         ("t.jsonl", (*own, "--field", "prompt"), "examples have fields of their own: docs/data.md: leave it out"),
         ("t.txt", own, "a source of text has no prompts and completions: pass JSON lines"),
         ("t.txt", ("--source", "captions"), "does not apply to captions: leave it out"),
@@ -269,7 +269,7 @@ def test_models_that_learn_no_part_of_a_text_refuse_it(tokenizer: Path, tmp_path
     assert masked.sha256 == _open(tmp_path / "out", LossOn.ALL).sha256  # what is hidden is learned
     from tiny_models import tiny
 
-    with pytest.raises(BadInput, match="a bert model does not learn a part of a text: leave it out"):
+    with pytest.raises(BadInput, match="a bert model cannot be trained on completions only: leave it out"):
         family_named("bert", "test").trained_on(tiny("bert"), None, LossOn.COMPLETIONS)
     with pytest.raises(BadInput, match="random samples have no completions"):
         Causal(300, 8, loss_on=LossOn.COMPLETIONS).open(Path("random"), 0)

@@ -181,7 +181,11 @@ def test_a_published_folder_is_what_transformers_loads(name: str, tmp_path: Path
             None,
             "has no quantization_config, but the folder holds a_blocks: fetch",
         ),
-        ({"a.weight": _fp8(8, 8)}, FP8 | {"weight_block_size": [0, 1]}, "weight_block_size [0, 1] is not two lengths"),
+        (
+            {"a.weight": _fp8(8, 8)},
+            FP8 | {"weight_block_size": [0, 1]},
+            "weight_block_size [0, 1] is not two positive integers",
+        ),
         (
             {"a.weight": _fp8(8, 8), "a.weight_scale_inv": torch.ones(3, 1)},
             FP8,

@@ -102,9 +102,9 @@ class AdviseOptions(TrainedParts, frozen=True, kw_only=True):
     reduce: Literal["float32", "bfloat16"] | None = None
     """Type of gradients that are summed up and reduced; by default that of the stored parameters."""
     optimizer: tuple[Literal["any", OptimizerName], ...] = ("adamw",)
-    """Optimizer; given several times, or any, that under which the best plan is the best."""
+    """Optimizer; repeat it, or give `any`, to choose the one with the fastest plan."""
     loss_chunks: Count = 1
-    """Parts of a rank's positions whose logits are there at a time; computed again in backward."""
+    """Chunks of positions whose logits exist one at a time, recomputed in the backward pass."""
     base: Base | None = None
     """Frozen matrices of blocks in 8 or 4 bits, as QLoRA has them: only estimated."""
     compile: bool = False
@@ -249,7 +249,7 @@ class UniformRequest(Options, frozen=True, kw_only=True):
     optimizer: OptimizerName = "adamw"
     """Optimizer."""
     loss_chunks: Count = 1
-    """Parts of a rank's positions whose logits are there at a time."""
+    """Chunks of positions whose logits exist one at a time, recomputed in the backward pass."""
     attention: Attention = Attention.AUTO
     """Attention kernel."""
     compile: bool = False

@@ -34,7 +34,7 @@ from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.demands import NO_DEMANDS, Demands
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import Objective, SearchRequest, of_each_optimizer
-from shardwright_search.space.search_space import SearchSpace, Unlisted, space_of
+from shardwright_search.space.search_space import NothingListed, SearchSpace, Unlisted, space_of
 
 _FIRST_SHARE = 0.6
 """The most of a time limit that is spent on first plans: bounds, and so proofs, come after them."""
@@ -103,7 +103,7 @@ def find_best(
     time_limit_s: float | None = None,
     demands: Demands = NO_DEMANDS,
 ) -> SearchAnswer | Infeasible:
-    """Return the best plan of a request; `report` hears of the progress, `file` names the request in errors.
+    """Return the best plan of a request; `report` receives progress messages, `file` names the request in errors.
 
     The solver counts the communicators that each stage makes at least. Where the plan that it finds is beyond the
     budget with all that it makes, it searches again with as much more in reserve. The answer is the fastest plan that
@@ -113,7 +113,8 @@ def find_best(
     limit is given in another thread than the main one.
     """
     if len(each := of_each_optimizer(request)) > 1:
-        return _of_several(each, (model, cluster, profiles), file, report, time_limit_s, demands)
+        several = [(f"optimizer {one.optimizer}", one, demands) for one in each]
+        return best_of_requests(several, (model, cluster, profiles), file, report, time_limit_s)
     deadline = until(time_limit_s)
     request = with_spare(request, cluster, profiles)
     budgets, given = budgets_of(request, cluster, file), (model, cluster, profiles)
@@ -144,37 +145,42 @@ def find_best(
     return _fastest(answers) if any(each.fits for each in answers) else _beyond(budgets, answers)
 
 
-def _of_several(
-    requests: Sequence[SearchRequest],
+def best_of_requests(
+    asked: Sequence[tuple[str, SearchRequest, Demands]],
     given: _Given,
     file: Path,
     report: Report,
-    time_limit_s: float | None,
-    demands: Demands,
+    time_limit_s: float | None = None,
 ) -> SearchAnswer | Infeasible:
-    """Return the best answer to several requests, each of which has an equal share of the time that is left."""
-    deadline, answers, lacking, late = (
-        until(time_limit_s),
-        list[SearchAnswer](),
-        list[Infeasible](),
-        list[StoppedEarly](),
-    )
-    for number, request in enumerate(requests):
-        report(f"optimizer {request.optimizer}")
-        left_s = left(deadline)
-        share = None if left_s is None else left_s / (len(requests) - number)
-        share = CpuSeconds(share) if isinstance(deadline, CpuSeconds) and share is not None else share
+    """Return the best answer to several requests, each with its words and demands and an equal share of the time left.
+
+    Raises StoppedEarly where no plan was found in time, and NothingListed where no request has a plan at all.
+    """
+    deadline, answers, lacking = until(time_limit_s), list[SearchAnswer](), list[Infeasible]()
+    late, unlisted = list[StoppedEarly](), list[NothingListed]()
+    for number, (words, request, demands) in enumerate(asked):
+        report(words)
         try:
-            answer = find_best(request, *given, file, report, share, demands)
+            answer = find_best(request, *given, file, report, _share(deadline, len(asked) - number), demands)
+        except NothingListed as error:
+            unlisted.append(error)
         except StoppedEarly as error:
             late.append(error)
         else:
             (lacking if isinstance(answer, Infeasible) else answers).append(answer)  # type: ignore[arg-type]
     if answers:
         return best_of(answers, late)
-    if late:
-        raise late[0]
+    if late or not lacking:
+        raise (late or unlisted)[0]
     return min(lacking, key=lambda each: each.missing_bytes)
+
+
+def _share(deadline: float, parts: int) -> float | None:
+    """Return one of so many parts of the time until a deadline, on its clock; None: there is no deadline."""
+    left_s = left(deadline)
+    if left_s is None:
+        return None
+    return CpuSeconds(left_s / parts) if isinstance(deadline, CpuSeconds) else left_s / parts
 
 
 def best_of(answers: Sequence[SearchAnswer], late: Sequence[StoppedEarly]) -> SearchAnswer:

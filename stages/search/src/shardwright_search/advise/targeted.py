@@ -9,8 +9,8 @@ from shardwright.types import Cluster, Model, Plan, Precision
 from shardwright_search.advise.question import Question
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.options import System
-from shardwright_search.search import SearchAnswer, StoppedEarly, best_of, find_best
-from shardwright_search.solver.stopping import CpuSeconds, left, until
+from shardwright_search.search import SearchAnswer, best_of_requests
+from shardwright_search.solver.stopping import CpuSeconds
 from shardwright_search.space.budget import Infeasible
 from shardwright_search.space.request import SearchRequest
 from shardwright_search.space.search_space import NothingListed
@@ -95,37 +95,19 @@ def _best_of_ways(
     limit_s: float | None,
 ) -> SearchAnswer | Infeasible:
     """Return the best plan of all ways of a system with a request, which share the time that is left."""
-    target, deadline, (model, cluster, *_) = SYSTEMS[system], until(limit_s), given
-    answers, lacking, late = list[SearchAnswer](), list[Infeasible](), list[StoppedEarly]()
-    for number, (way, request) in enumerate(requests):
-        if request is None:
-            continue
-        tell(f"{target.title}: {way.words}")
-        share = _share(deadline, len(requests) - number)
-        try:
-            answer = find_best(request, *given, tell, share, way.demands._replace(elsewhere=True))
-        except NothingListed:
-            continue
-        except StoppedEarly as error:
-            late.append(error)
-        else:
-            (lacking if isinstance(answer, Infeasible) else answers).append(answer)  # type: ignore[arg-type]
-    if answers:
-        return best_of(answers, late)
-    if late:
-        raise late[0]
-    if not lacking:
-        problem = f"{target.title} runs no plan of {model.name} on {cluster.name}, or none that is searched"
-        raise BadInput(f"--for {system}", problem, "choose another system, or leave --for out")
-    return min(lacking, key=lambda each: each.missing_bytes)
-
-
-def _share(deadline: float, parts: int) -> float | None:
-    """Return one of so many parts of the time until a deadline, on its clock; None: there is no deadline."""
-    left_s = left(deadline)
-    if left_s is None:
-        return None
-    return CpuSeconds(left_s / parts) if isinstance(deadline, CpuSeconds) else left_s / parts
+    target, (model, cluster, profiles, file) = SYSTEMS[system], given
+    asked = [
+        (f"{target.title}: {way.words}", request, way.demands._replace(elsewhere=True))
+        for way, request in requests
+        if request is not None
+    ]
+    try:
+        if asked:
+            return best_of_requests(asked, (model, cluster, profiles), file, tell, limit_s)
+    except NothingListed:
+        pass
+    problem = f"{target.title} runs no plan of {model.name} on {cluster.name}, or none that is searched"
+    raise BadInput(f"--for {system}", problem, "choose another system, or leave --for out")
 
 
 def _ways(system: System, model: Model, precision: Precision) -> Sequence[Limits]:

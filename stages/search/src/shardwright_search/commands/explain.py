@@ -32,7 +32,7 @@ from shardwright_search.options import ExplainOptions, SimulateOptions
 from shardwright_search.search import SearchAnswer
 from shardwright_search.simulation.chrome_trace import chrome_trace
 from shardwright_search.solver.stopping import was_interrupted
-from shardwright_search.space.budget import budgets_of, budgets_of_stages, with_spare
+from shardwright_search.space.budget import allowed_bytes, budgets_of, with_spare
 from shardwright_search.space.configurations import narrowed
 from shardwright_search.space.request import SearchRequest, batch_sizes
 from shardwright_search.space.runnable import left_out
@@ -104,7 +104,7 @@ def _why(
     budgets_bytes, choices, unsearched = _predicted_budgets(plan, prediction), LayerAlternatives(), list[str]()
     if search is not None:
         request = narrowed(search.request, plan.cluster)
-        budgets_bytes = budgets_of_stages(plan, budgets_of(request, plan.cluster, search.file))
+        budgets_bytes = allowed_bytes(plan, evaluation.estimate, budgets_of(request, plan.cluster, search.file))
         choices = LayerAlternatives(request.data_parallel, request.recompute, not request.fine_grained)
         unsearched = [f"not searched: {line}" for line in left_out(request, plan.model, plan.cluster)]
     changes: tuple[Change, ...] = ()

@@ -30,7 +30,7 @@ from shardwright_search.options import GridOptions
 from shardwright_search.search import SearchAnswer, StoppedEarly, find_best
 from shardwright_search.simplest import simplified
 from shardwright_search.solver.stopping import was_interrupted
-from shardwright_search.space.budget import Infeasible, budgets_of, budgets_of_stages, with_spare
+from shardwright_search.space.budget import Infeasible, allowed_bytes, budgets_of, with_spare
 from shardwright_search.space.request import CellAnswer, Grid, GridAnswers, SearchRequest
 
 _MAX_REASON = 2**16
@@ -78,9 +78,8 @@ class _Cells(NamedTuple):
             raise KeyboardInterrupt  # the search took it for the wish to have its best plan so far
         if isinstance(answer, SearchAnswer):
             plan, files = answer.chosen.plan, self.inputs.files | {"search": file}
-            budgets_bytes = budgets_of_stages(
-                plan, budgets_of(with_spare(search, self.cluster, self.inputs.profiles), self.cluster, file)
-            )
+            budgets = budgets_of(with_spare(search, self.cluster, self.inputs.profiles), self.cluster, file)
+            budgets_bytes = allowed_bytes(plan, answer.chosen.evaluation.estimate, budgets)
             prediction = prediction_of_searched(answer, search, budgets_bytes, files, self.inputs.warnings)
             with written(self._plan(key), plan, prediction):
                 return CellAnswer(name=search.name, key=key, reason=None)

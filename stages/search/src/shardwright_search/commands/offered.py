@@ -1,4 +1,4 @@
-"""What `shardwright rent` is asked: a model by name on nodes of published figures, or files."""
+"""The question of `shardwright rent`: a model by name on nodes with published figures, or files."""
 
 import re
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ class Offered(NamedTuple):
     source: Path
     """The file or option that errors name."""
     spot: frozenset[str] = frozenset()
-    """Node types whose nodes may be taken away."""
+    """Spot node types, which may be preempted."""
     assumed: tuple[str, ...] = ()
 
 
@@ -47,7 +47,9 @@ def offered_of(options: RentOptions) -> Offered:
         return _of_files(options)
     given = next((name for name in (*_FILES, "offers", "correction") if getattr(options, name)), None)
     if given is not None:
-        raise BadInput(f"--{given}", f"is given beside the model {options.preset}", "give the model, or files")
+        raise BadInput(
+            f"--{given}", f"cannot be combined with the model name {options.preset}", "pass the name, or files"
+        )
     return _of_name(options)
 
 
@@ -59,7 +61,9 @@ def _of_files(options: RentOptions) -> Offered:
         remedy = "name a model with --gpus, or give --cluster, --model, --search, --hardware and --profile"
         raise BadInput(f"--{lacking[0]}", "is not given", remedy)
     if (name := next(given, None)) is not None:
-        raise BadInput(f"--{name.replace('_', '-')}", "is of a model by name", "leave it out beside files")
+        raise BadInput(
+            f"--{name.replace('_', '-')}", "applies only to a model given by name", "leave it out if you pass files"
+        )
     request, model = read_document(search, SearchRequest), read_document(model_file, Model)
     profiles = ProfileOptions(
         hardware=options.hardware, profile=options.profile, correction=options.correction, imbalance=options.imbalance
@@ -119,7 +123,7 @@ def _ranges(gpus: str) -> tuple[dict[str, tuple[int, ...]], str]:
         own = sorted({number for part in match[1].split(",") for number in _numbers(text, part)})
         key, _, _ = group_of(f"{own[-1]}x{match[2]}", table)
         if key in counts:
-            raise BadInput("--gpus", f"{key} stands twice", "name each type once")
+            raise BadInput("--gpus", f"{key} appears twice", "name each type once")
         counts[key] = tuple(own)
         most.append(f"{own[-1]}x{match[2]}")
     return counts, "+".join(most)
@@ -132,7 +136,11 @@ def _numbers(text: str, part: str) -> range:
         raise BadInput("--gpus", f"{text!r} is not FROM-TOxGPUS:DEVICE", _EXAMPLE)
     low, high = int(match[1]), int(match[2] or match[1])
     if low > high or high > MAX_DEVICES:
-        raise BadInput("--gpus", f"{text}: {low} to {high} nodes", f"give the fewest first, of at most {MAX_DEVICES}")
+        raise BadInput(
+            "--gpus",
+            f"{text}: {low}-{high} is not a range of nodes",
+            f"give the smaller number first, and at most {MAX_DEVICES}",
+        )
     return range(low, high + 1)
 
 

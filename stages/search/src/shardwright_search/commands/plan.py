@@ -36,7 +36,7 @@ from shardwright_search.options import PlanOptions
 from shardwright_search.search import SearchAnswer, find_best
 from shardwright_search.simplest import simplified
 from shardwright_search.solver.stopping import ended, soon
-from shardwright_search.space.budget import Infeasible, budgets_of, budgets_of_stages, with_spare
+from shardwright_search.space.budget import Infeasible, allowed_bytes, budgets_of, with_spare
 from shardwright_search.space.request import SearchRequest
 from shardwright_search.space.search_space import SearchSpace, space_of
 from shardwright_search.systems.launch import in_pipeline_order
@@ -76,8 +76,8 @@ def plan(options: PlanOptions) -> None:
         # After Ctrl-C nothing else is begun.
         later = 0.0 if certificate == _STOPPED else deadline
         batches = () if options.target else tuple(_better_batches(WhatIf("", *given), answer, later))
-    best_plan = answer.chosen.plan
-    budgets_bytes = budgets_of_stages(best_plan, budgets_of(request, cluster, options.search))
+    best_plan, estimate = answer.chosen.plan, answer.chosen.evaluation.estimate
+    budgets_bytes = allowed_bytes(best_plan, estimate, budgets_of(request, cluster, options.search))
     limits = () if options.target is None else (f"searched within what {SYSTEMS[options.target].version} runs",)
     searched_request = request if options.target is None else answer.instance.request
     searched = answer, searched_request, budgets_bytes, files, (*inputs.warnings, *limits)

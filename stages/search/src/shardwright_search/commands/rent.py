@@ -27,7 +27,7 @@ from shardwright_search.rent.page import FrontWords, first_line, front_page
 from shardwright_search.rent.table import Status, SubClusterRow, csv_of, draw_front, front_file, plan_name, rows_of
 from shardwright_search.search import SearchAnswer
 from shardwright_search.solver.targets import Best, Target
-from shardwright_search.space.budget import budgets_of, budgets_of_stages
+from shardwright_search.space.budget import allowed_bytes, budgets_of
 from shardwright_search.space.request import SearchRequest
 from shardwright_search.systems.own_runtime import PLAN_FILE, own_launch
 
@@ -155,8 +155,9 @@ def _write(
     with ExitStack() as all_or_none:
         for number, answer in answers.items():
             plan, asked = answer.chosen.plan, front.spaces[number].instance.request
-            budgets = budgets_of_stages(plan, budgets_of(asked, plan.cluster, offered.source))
-            prediction = prediction_of_searched(answer, asked, budgets, inputs.files, inputs.warnings)
+            budgets = budgets_of(asked, plan.cluster, offered.source)
+            allowed = allowed_bytes(plan, answer.chosen.evaluation.estimate, budgets)
+            prediction = prediction_of_searched(answer, asked, allowed, inputs.files, inputs.warnings)
             path = folder / plan_name(front.answers[number])
             check_writable(prediction_path(path))
             all_or_none.enter_context(written(path, plan, prediction))

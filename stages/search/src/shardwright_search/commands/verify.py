@@ -17,7 +17,7 @@ from shardwright_search.commands.prediction import read_inputs
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.solver.problem import Problem
-from shardwright_search.space.budget import budgets_of, budgets_of_stages, over_bytes, with_spare
+from shardwright_search.space.budget import allowed_bytes, budgets_of, with_spare
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.membership import outside
 from shardwright_search.space.request import SearchRequest
@@ -77,10 +77,10 @@ def _objective_ps(options: VerifyOptions, plan: Plan, request: SearchRequest, pr
     """Return the closed form of a plan as `evaluate` has it; BadInput where the plan is beyond the budget."""
     evaluation = evaluate(plan, profiles, cost_model_of(plan, profiles, request.time_model), timeline=False)
     budgets = budgets_of(request, plan.cluster, options.search)
-    most, over = budgets_of_stages(plan, budgets), over_bytes(plan, evaluation.estimate, budgets)
-    for number, stage in enumerate(evaluation.estimate.stages):
-        if over[number] > 0:
-            problem = f"stage {number} takes {stage.memory_bytes} bytes a rank, the budget is {most[number]}"
+    allowed = allowed_bytes(plan, evaluation.estimate, budgets)
+    for number, (stage, most) in enumerate(zip(evaluation.estimate.stages, allowed, strict=True)):
+        if stage.memory_bytes > most:
+            problem = f"stage {number} takes {stage.memory_bytes} bytes a rank, the budget is {most}"
             raise BadInput(options.plan, problem, _SEARCHED)
     return evaluation.objective_ps
 

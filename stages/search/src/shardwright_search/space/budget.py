@@ -93,27 +93,26 @@ def _is_estimated(profiles: Profiles) -> bool:
     return any(estimated in points.sources for points in profiles.layers.values())
 
 
-def budgets_of_stages(plan: Plan, budgets: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the bytes that a rank of each pipeline stage may use: the least of the budgets of the stage's types."""
-    types = plan.cluster.node_type_of_rank
-    return tuple(min(budgets[types[rank]] for rank in stage.ranks) for stage in plan.stages)
+def allowed_bytes(plan: Plan, estimate: Estimate, budgets: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the bytes that a rank of each pipeline stage may hold: the least of the budgets of the stage's types.
+
+    What the default budget leaves free of a device is for what is not known beforehand, such as communicators: those of
+    the stage may use it.
+    """
+    names, types, allowed = plan.cluster.node_type_of_rank, plan.cluster.node_types, list[int]()
+    for stage, place in zip(estimate.stages, plan.stages, strict=True):
+        budget = min(budgets[names[rank]] for rank in place.ranks)
+        device_bytes = min(types[names[rank]].memory_bytes for rank in place.ranks)
+        most = min(budget + stage.memory_terms_bytes.get("communicators", 0), device_bytes)
+        is_default = budget == int(_default_gib(device_bytes) * GIB)
+        allowed.append(most if is_default and budget < stage.memory_bytes <= most else budget)
+    return tuple(allowed)
 
 
 def over_bytes(plan: Plan, estimate: Estimate, budgets: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the bytes by which a rank of each stage is beyond its budget; 0 or fewer: it fits.
-
-    What the default budget leaves free of a device is for what is not known beforehand, such as communicators: they
-    count against the whole device there.
-    """
-    names, types, over = plan.cluster.node_type_of_rank, plan.cluster.node_types, list[int]()
-    for stage, place, budget in zip(estimate.stages, plan.stages, budgets_of_stages(plan, budgets), strict=True):
-        device_bytes = min(types[names[rank]].memory_bytes for rank in place.ranks)
-        more, without = stage.memory_bytes - budget, stage.memory_terms_bytes.get("communicators", 0)
-        spare = max(more - without, stage.memory_bytes - device_bytes)
-        if more > 0 >= spare and budget == int(_default_gib(device_bytes) * GIB):
-            more = spare
-        over.append(more)
-    return tuple(over)
+    """Return the bytes by which a rank of each stage is beyond what it may hold; 0 or fewer: it fits."""
+    allowed = allowed_bytes(plan, estimate, budgets)
+    return tuple(stage.memory_bytes - most for stage, most in zip(estimate.stages, allowed, strict=True))
 
 
 def _default_gib(device_bytes: int) -> float:

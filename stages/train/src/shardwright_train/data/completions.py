@@ -123,7 +123,7 @@ class Reader:
     def _fields(self, piece: TextPiece) -> _Fields:
         fields, form = _read(piece)
         if form is not self._form:
-            raise BadInput(piece.source, f"has {form}, the first example {self._form}", "prepare them apart")
+            raise BadInput(piece.source, f"has {form}, the first example {self._form}", "prepare them separately")
         return fields
 
     def _given(self, piece: TextPiece, fields: _Fields) -> Learned:

@@ -138,7 +138,7 @@ def _check_examples(source: Source, tokenizer_folder: Path | None, how: How) -> 
         problem = f"a source of {source} has no prompts and completions"
         raise BadInput("--loss-on completions", problem, "pass JSON lines or a folder of datasets")
     if tokenizer_folder is None:
-        raise BadInput("--loss-on completions", "trains no tokenizer", "pass that of the model with --tokenizer")
+        raise BadInput("--loss-on completions", "needs a tokenizer", "pass the model's with --tokenizer")
     if how.field != _USUAL.field:
         raise BadInput("--field", "examples have fields of their own: docs/data.md", "leave it out")
 

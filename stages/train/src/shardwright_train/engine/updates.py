@@ -12,6 +12,7 @@ parameter and d its decay:
 - lion (Chen et al. 2023, algorithm 2): w = w - r (sign(0.9 m + 0.1 g) + d w), then m = 0.99 m + 0.01 g.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ _BLOCKS, _CODES, _SCALES = "blocks", "_codes", "_scales"
 """Key of the blocks of a state in codes, and ends of the names of these and of their scales."""
 
 
-class _Update(torch.optim.Optimizer):
+class _Update(torch.optim.Optimizer, ABC):
     """An update of this project, parameter by parameter."""
 
     found_inf: Tensor
@@ -47,9 +48,9 @@ class _Update(torch.optim.Optimizer):
         for group, parameter in self._with_gradients():
             self.update(parameter, group, self.state[parameter])
 
+    @abstractmethod
     def update(self, parameter: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
         """Update one parameter of a group, and its states."""
-        raise NotImplementedError
 
     def _with_gradients(self) -> Iterator[tuple[Mapping[str, Any], Tensor]]:
         return ((group, p) for group in self.param_groups for p in group["params"] if p.grad is not None)

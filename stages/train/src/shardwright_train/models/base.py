@@ -162,7 +162,7 @@ class Family:
         if asked is not None and asked not in self.objectives:
             raise BadInput(f"--objective {asked}", f"a {model.family} model does not support it", "leave it out")
         if loss_on is LossOn.COMPLETIONS and not (issubclass(self.objective, Text) and self.objective.learns_part):
-            problem = f"a {model.family} model does not learn a part of a text"
+            problem = f"a {model.family} model cannot be trained on completions only"
             raise BadInput("--loss-on completions", problem, "leave it out")
         if not self.objectives:
             learned = self.learns(model)

@@ -231,9 +231,9 @@ def _observed(whole: Whole, samples: int, length: int) -> _Observed:
             for name, x in (*enumerate(args), *kwargs.items()):
                 made_from = labels.of_all(each for each in _tensors(x) if each is not states)
                 if any(isinstance(label, int) for label in made_from):
-                    raise ValueError(f"its blocks are given more of other blocks than hidden states ({name})")
+                    raise ValueError(f"its blocks receive more from other blocks than hidden states ({name})")
                 if made_from & {_WEIGHTS, _EMBEDDED}:
-                    raise ValueError(f"its blocks are given more of the embedding than hidden states ({name})")
+                    raise ValueError(f"its blocks receive more from the embedding than hidden states ({name})")
                 by_tokens = by_tokens or _TOKENS in made_from
             places.append(place)
             order.append(number)

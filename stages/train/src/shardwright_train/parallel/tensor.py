@@ -56,7 +56,7 @@ class TensorParallel:
     fused_loss: bool = False
     """Whether a fused kernel computes the head's cross entropy."""
     loss_chunks: int = 1
-    """Parts of a rank's positions whose logits are there at a time."""
+    """Chunks of positions whose logits exist one at a time, recomputed in the backward pass."""
     expert_group: dist.ProcessGroup | None = None
     """Group of ranks over which whole experts are distributed; None if each rank has all of them."""
     order: Tensor | None = None

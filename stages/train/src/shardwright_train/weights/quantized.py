@@ -128,7 +128,9 @@ def _block(file: Path, stored_in: Mapping[str, Any]) -> tuple[int, int]:
     block = stored_in.get("weight_block_size") or _BLOCK
     if isinstance(block, Sequence) and len(block) == 2 and all(type(side) is int and side > 0 for side in block):
         return block[0], block[1]
-    raise BadInput(file, f"weight_block_size {block!r} is not two lengths", "fetch the published config.json again")
+    raise BadInput(
+        file, f"weight_block_size {block!r} is not two positive integers", "fetch the published config.json again"
+    )
 
 
 def _of_fp8(tensors: Mapping[str, Stored], block: tuple[int, int]) -> dict[str, Stored]:
