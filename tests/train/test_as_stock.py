@@ -14,6 +14,7 @@ from tiny_types import TYPES, tiny_config
 from shardwright.io import BadInput
 from shardwright.types import Recompute
 from shardwright_train.models.as_stock import as_stock
+from shardwright_train.models.initial_weights import Constant, Filling, Normal
 from shardwright_train.models.masks import Places
 from shardwright_train.models.traced import describe_by_trace
 
@@ -45,6 +46,14 @@ def test_other_plans_go_on_from_what_a_plan_saved(tmp_path):
     )
     told = saved(tmp_path, run_worker, [zero3, pipeline])
     assert max(one.error for one in resumed(tmp_path, run_worker, [pipeline, interleaved, zero3], told)) < EXACT
+
+
+def test_what_a_constructor_alone_fills_is_drawn_as_it_draws_it():
+    """Transformers initializes no matrix of openai-gpt's Conv1D once it is made."""
+    model = describe_by_trace(tiny_config("openai-gpt"), "tiny", stock_worker.LENGTH)
+    fillings = as_stock("openai-gpt").fillings(model, "layers[0]")
+    assert fillings["attn.c_attn.weight"] == (Filling(Normal(0.0, 0.02)),)
+    assert fillings["attn.c_attn.bias"] == (Filling(Constant(0.0)),)
 
 
 def problem(kind, **keys):

@@ -197,7 +197,7 @@ class AsStock(Family):
         module = self._layer(model, layer)
         constants = {name: p.detach().clone() for name, p in module.named_parameters() if not p.is_meta}
         try:
-            drawn = stock_fillings(module, lambda: self.initialize(model, module))
+            drawn = stock_fillings(module, lambda: self._construct_and_initialize(model, layer, module))
         except UnknownFilling:
             drawn = self._drawn_whole(model, layer, constants.keys())
         return {**drawn, **{name: (Filling(Given(values)),) for name, values in constants.items()}}
@@ -209,14 +209,30 @@ class AsStock(Family):
                 nn.init.constant_(parameter, float("nan"))
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed_of(0, "weights", layer))
-            self.initialize(model, module)
+            self._construct_and_initialize(model, layer, module)
         values = {name: p.detach() for name, p in module.named_parameters() if name not in others}
         constructed = self._skeleton(model).constructed
-        for name in (name for name, x in values.items() if x.is_floating_point() and bool(x.isnan().any())):
-            if (value := constructed.get(self._stock_name(model, layer, name))) is None:
-                raise ValueError(f"{name} of its {layer} has no initial values")
+        for name in filter(lambda name: _has_nan(values[name]), values):
+            value = constructed.get(self._stock_name(model, layer, name))
+            if value is None or _has_nan(value):
+                raise BadInput(
+                    f"{model.family} model", f"{name} of its {layer} has no initial values", "pass --weights"
+                )
             values[name] = value
         return {name: (Filling(Given(x)),) for name, x in values.items()}
+
+    def _construct_and_initialize(self, model: Model, layer: str, module: nn.Module) -> None:
+        """Fill the parameters of a layer as their constructors do, and then as transformers initializes them."""
+        skeleton = self._skeleton(model)
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                stock = self._stock_name(model, layer, name)
+                made = skeleton.constructed.get(stock)
+                if made is not None and made.numel() and bool((made == made.flatten()[0]).all()):
+                    nn.init.constant_(parameter, made.flatten()[0].item())
+                if (fill := skeleton.fills.get(stock)) is not None:
+                    fill(parameter)
+        self.initialize(model, module)
 
     # Calls.
 
@@ -284,11 +300,18 @@ def _facts(kind: str, name: str, without: Sequence[Attention]) -> Facts:
     )
 
 
+def _has_nan(values: Tensor) -> bool:
+    return values.is_floating_point() and bool(values.isnan().any())
+
+
 class _Skeleton(NamedTuple):
-    """A stock model whose parameters have no values, and the values that constructors give small ones."""
+    """A stock model whose parameters have no values, and what its constructors give them."""
 
     whole: Whole
     constructed: Mapping[str, Tensor]
+    """Values with which small parameters are made, NaN where their memory was not filled."""
+    fills: Mapping[str, Callable[[Tensor], object]]
+    """How constructors fill parameters that they have made, by `torch.nn.init`."""
 
 
 @lru_cache(maxsize=4)
@@ -296,13 +319,13 @@ def _skeleton(family: AsStock, config: bytes, kind: str, kernel: str, dtype: tor
     # Grouped products take no float64.
     experts = "eager" if dtype is torch.float64 else "grouped_mm"
     parsed = configured(family.stock, {**msgspec.json.decode(config), "model_type": kind}, kernel, experts)
-    values: dict[int, Tensor] = {}
+    values, fills = dict[int, Tensor](), dict[int, _Fill]()
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         # Layers are built on the meta device, constants are not.
-        with refusals(), torch.device("cpu"), no_init_weights(), _small_ones_filled():
-            with _parameters_on_meta(values), _HugeOnMeta():
+        with refusals(), torch.device("cpu"), no_init_weights(), _fills_noted(fills):
+            with _parameters_on_meta(values), _Allocations():
                 model = family.stock(parsed).train()
                 model.tie_weights()
     finally:
@@ -315,7 +338,20 @@ def _skeleton(family: AsStock, config: bytes, kind: str, kernel: str, dtype: tor
                 owner, _, name = path.rpartition(".")
                 delattr(block.get_submodule(owner), name)
                 setattr(block.get_submodule(owner), name, nn.Parameter(buffer, requires_grad=False))
-    return _Skeleton(whole, {name: values[id(p)] for name, p in model.named_parameters() if id(p) in values})
+    named = dict(model.named_parameters())
+    return _Skeleton(
+        whole,
+        {name: values[id(p)] for name, p in named.items() if id(p) in values},
+        {name: fills[id(p)].fill for name, p in named.items() if id(p) in fills},
+    )
+
+
+class _Fill(NamedTuple):
+    """How a constructor fills a parameter on the meta device."""
+
+    parameter: Tensor
+    """Kept, so that no other one has its id."""
+    fill: Callable[[Tensor], object]
 
 
 @contextmanager
@@ -339,8 +375,11 @@ def _parameters_on_meta(values: dict[int, Tensor]) -> Iterator[None]:
         hook.remove()
 
 
-class _HugeOnMeta(TorchDispatchMode):
-    """A mode that allocates nothing as large as only parameters are, such as the matrices of all experts."""
+class _Allocations(TorchDispatchMode):
+    """A mode that allocates nothing as large as only parameters are, such as the matrices of all experts.
+
+    Memory that is not filled is NaN: what was there before would pass for values.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -350,22 +389,30 @@ class _HugeOnMeta(TorchDispatchMode):
         kwargs = kwargs or {}
         if operator.name().startswith("aten::empty.") and prod(args[0]) > _HUGE:
             kwargs = {**kwargs, "device": "meta"}
-        return operator(*args, **kwargs)
+        made = operator(*args, **kwargs)
+        if operator.name().startswith("aten::empty") and made.is_floating_point() and not made.is_meta:
+            made.fill_(float("nan"))
+        return made
 
 
 @contextmanager
-def _small_ones_filled() -> Iterator[None]:
-    """Let constructors fill small parameters as they do, the same in each process, and no others."""
+def _fills_noted(fills: dict[int, _Fill]) -> Iterator[None]:
+    """Note how constructors fill parameters on the meta device, and let them fill other small tensors, always alike."""
 
-    def guarded(fill: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda tensor, *args, **kwargs: (
-            fill(tensor, *args, **kwargs) if tensor.numel() <= _SMALL and not tensor.is_meta else tensor
-        )
+    def noted(fill: Callable[..., Any]) -> Callable[..., Any]:
+        def filled(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if tensor.is_meta:
+                fills[id(tensor)] = _Fill(tensor, lambda x: fill(x, *args, **kwargs))
+            elif tensor.numel() <= _SMALL:
+                fill(tensor, *args, **kwargs)
+            return tensor
+
+        return filled
 
     before = {name: getattr(nn.init, name) for name in TORCH_INIT_FUNCTIONS}
     functions: Mapping[str, Any] = TORCH_INIT_FUNCTIONS
     for name, fill in functions.items():
-        setattr(nn.init, name, guarded(fill))
+        setattr(nn.init, name, noted(fill))
     try:
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(0)
