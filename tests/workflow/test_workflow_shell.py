@@ -1,9 +1,11 @@
 """What a configuration, a grid or the name of a folder says never runs as a command, whatever it is."""
 
 import copy
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -214,3 +216,12 @@ def test_nothing_that_slurm_is_asked_for_runs_as_a_command(tmp_path):
     ).stdout.splitlines()
     assert list(tmp_path.iterdir()) == []
     assert {f"-p{WITHOUT_SPACES}", f"-A{WITHOUT_SPACES}", f"-C{WITHOUT_SPACES}"} <= set(printed)
+
+
+def test_rules_find_their_program_though_no_environment_is_active(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "snakemake", "results/hardware/h100x32.h5", "--cores", "1",
+         "--snakefile", ROOT / "Snakefile", "--configfile", ROOT / "config/first-plan.yaml"],
+        cwd=tmp_path, env=os.environ | {"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

@@ -3,6 +3,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -62,6 +63,11 @@ report: "../report/workflow.rst"
 
 # Of --sdm apptainer; none is published, so that a site names its own.
 container: config.get("container")
+
+
+# Snakemake that was called by its path, in an environment that is not active: the commands of rules stand beside its Python.
+if shutil.which("shardwright") is None:
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 
 # Where rules find on_nodes.sh and resume.sh: in no rule's own text, so that a clone that is moved reruns nothing.
