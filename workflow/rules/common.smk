@@ -65,13 +65,12 @@ report: "../report/workflow.rst"
 container: config.get("container")
 
 
-# Snakemake that was called by its path, in an environment that is not active: the commands of rules stand beside its Python.
-if shutil.which("shardwright") is None:
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-
-
-# Where rules find on_nodes.sh and resume.sh: in no rule's own text, so that a clone that is moved reruns nothing.
-shell.prefix(f"PATH={shlex.quote(str(ROOT / 'workflow/scripts'))}:$PATH; ")
+# Where rules find on_nodes.sh and resume.sh: in no rule's own text, so that a clone that is moved reruns nothing. Where
+# Snakemake was called by its path, and no environment is active, the commands of rules stand beside its Python.
+COMMANDS = [ROOT / "workflow/scripts"]
+if shutil.which("shardwright") is None and (Path(sys.executable).parent / "shardwright").exists():
+    COMMANDS.append(Path(sys.executable).parent)
+shell.prefix(f"PATH={':'.join(shlex.quote(str(folder)) for folder in COMMANDS)}:$PATH; ")
 
 
 wildcard_constraints:
