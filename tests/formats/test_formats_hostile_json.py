@@ -52,6 +52,8 @@ BYTES = {
     ),
     "1e999": (_plan_text().replace('"usd_per_hour": 0.5', '"usd_per_hour": 1e999').encode(), "usd_per_hour"),
     "a float of 400 digits": (_plan_text().replace("0.5", "1" + "0" * 400).encode(), "usd_per_hour"),
+    "a float of 250 digits and an exponent": (_plan_text().replace("0.5", "1" * 250 + "e99").encode(), "usd_per_hour"),
+    "an exponent after zeros": (_plan_text().replace("0.5", "1E+0000999").encode(), "usd_per_hour"),
     "an integer of 5000 digits": (_plan_text().replace("0.5", "1" * 5000).encode(), "not valid JSON"),
     "a control character": (
         _plan_text().replace('"example"', r'"exam\u001b[31mple"', 1).encode(),

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from shardwright.types import Plan
 from shardwright_search.alternatives import other_configurations
 from shardwright_search.cost_model.plan import Evaluation, evaluate
-from shardwright_search.simulation.simulator import num_played
+from shardwright_search.simulation.simulator import has_timeline
 from shardwright_search.solver.stopping import latest, soon
 from shardwright_search.solver.targets import Best, Optimum
 from shardwright_search.space.configurations import Configuration
@@ -36,9 +36,9 @@ def candidate_of(instance: Instance, best: Best[Configuration], timeline: bool =
 
 
 def is_short(configuration: Configuration) -> bool:
-    """Return whether all passes of a step are played, so that a timeline may have them."""
-    num_stages, num_microbatches = configuration.pp_size, configuration.num_microbatches
-    return num_played(num_stages * configuration.num_chunks, num_stages, num_microbatches) == num_microbatches
+    """Return whether a step has so few passes that a timeline holds them all."""
+    num_stages = configuration.pp_size
+    return has_timeline(num_stages * configuration.num_chunks, num_stages, configuration.num_microbatches)
 
 
 def best_elsewhere(

@@ -21,7 +21,7 @@ from shardwright.types import LayerStrategy, Plan
 from shardwright_search.candidates import Candidate
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.search import SearchAnswer
-from shardwright_search.simulation.simulator import num_played
+from shardwright_search.simulation.simulator import has_timeline
 from shardwright_search.solver.interleaved import Interleaved
 from shardwright_search.solver.partition import Pipeline
 from shardwright_search.solver.problem import DeviceGroup, Options, Solution
@@ -127,9 +127,9 @@ class _Fits(NamedTuple):
         return priced if max(over_bytes(plan, priced.evaluation.estimate, self.budgets)) <= 0 else None
 
     def timed(self, candidate: Candidate) -> Candidate:
-        """Return a plan with the events of its step where all of them are played."""
+        """Return a plan with the events of its step where they are few enough for a timeline."""
         plan, ranges = candidate.plan, sum(len(stage.layers) for stage in candidate.plan.stages)
-        if num_played(ranges, len(plan.stages), plan.num_microbatches) < plan.num_microbatches:
+        if not has_timeline(ranges, len(plan.stages), plan.num_microbatches):
             return candidate
         return Candidate(plan, evaluate(plan, self.instance.costs.profiles, self.instance.costs))
 

@@ -17,6 +17,8 @@ _MAX_PASSES = 2**16
 """The most passes of a step that are played, unless it has many stages."""
 _MIN_ROUNDS = 6
 """The least number of microbatches that are played, for each stage."""
+_MAX_ON_TIMELINE = 2**13
+"""The most passes that a prediction lists: 2.5 MB of JSON, and more than a picture can show."""
 
 
 class StageTimes(NamedTuple):
@@ -154,6 +156,12 @@ def num_played(num_ranges: int, num_stages: int, num_microbatches: int) -> int:
     """
     enough = max(_MIN_ROUNDS * num_stages, _MAX_PASSES // (2 * num_ranges))
     return num_microbatches - max(0, num_microbatches - enough) // num_stages * num_stages
+
+
+def has_timeline(num_ranges: int, num_stages: int, num_microbatches: int) -> bool:
+    """Return whether a step has so few passes, all of them played, that a prediction lists them."""
+    is_whole = num_played(num_ranges, num_stages, num_microbatches) == num_microbatches
+    return is_whole and 2 * num_ranges * num_microbatches <= _MAX_ON_TIMELINE
 
 
 def _played(
