@@ -1,8 +1,7 @@
 """Named runtimes: the kernels, overlap and memory of the systems that run plans, with their sources.
 
 Estimates take kernels, overlap, and what is held in memory (`held`). Fitted are the host's time for each kernel
-(`OPERATOR_S`, to layer times), its kernels for each expert, and nanotron's floor of pipelines and steps of tensor
-parallelism between nodes.
+(`OPERATOR_S`, to layer times), its kernels for each expert, and nanotron's floor of pipelines between nodes.
 """
 
 from collections.abc import Mapping
@@ -113,8 +112,6 @@ class Runtime(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What it holds in memory unlike this project's runtime."""
     pipelined_block_ms: Mapping[int, float] = MappingProxyType({})
     """Least time of a block and micro-batch, both passes, by tensor parallelism, in pipelines between nodes."""
-    tensor_step_us: NonNegativeNumber = 0.0
-    """Latency that tensor parallelism adds to each step of a message between nodes."""
     sources: tuple[str, ...]
 
     @property
@@ -256,8 +253,6 @@ RUNTIMES: Mapping[RuntimeName, Runtime] = MappingProxyType(
                 overlap=_BESIDE,
                 held=BY_NANOTRON,
                 pipelined_block_ms=_NANOTRON_BLOCK_MS,
-                # Fitted to the playbook's runs without a pipeline; data parallelism over as many nodes shows none.
-                tensor_step_us=286,
                 gathers_alone=True,
                 sources=(
                     "nanotron/models: flash_attn_varlen_func of flash-attn 2 and its fused RMSNorm",
