@@ -103,7 +103,7 @@ class Runtime(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     kernels_an_expert: tuple[int, int] = (0, 0)
     """Kernels that it starts for each local expert in a forward pass, in 16 bits and in FP8."""
     bias_bytes: int = 0
-    """Bytes that a forward pass moves for each element of a row whose experts have biases."""
+    """Bytes that a forward pass writes, and reads, for each element of a row whose experts have biases."""
     whole_scores_from: int | None = None
     """Sequence length from which attention also computes masked scores; None: never."""
     copies_gathers: bool = False
@@ -323,7 +323,7 @@ class RuntimeOptions(Options, frozen=True, kw_only=True):
     """Norms and activation functions are one kernel each, whatever the runtime."""
     recompute_modules: tuple[Module, ...] = ()
     """Module that Megatron-LM recomputes in addition to a plan's recomputation: moe_act, layernorm, mla_up_proj,
-    core_attn or moe; its memory is counted, not its time; may be repeated."""
+    core_attn or moe, whose rows are not counted as sent again; may be repeated."""
     launch_us: Microseconds | None = None
     """Time of the host for each kernel, in µs: by default the runtime's, 42 as of eager PyTorch; 0 if CUDA graphs
     replay kernels."""
