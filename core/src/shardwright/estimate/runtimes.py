@@ -1,8 +1,8 @@
 """Named runtimes: the kernels, overlap and memory of the systems that run plans, with their sources.
 
 Estimates take kernels, overlap, and what is held in memory (`held`). Fitted are the host's time for each kernel
-(`OPERATOR_S`, to layer times), its kernels for each expert and what their biases
-move, and nanotron's floor of pipelines between nodes.
+(`OPERATOR_S`, to layer times), its kernels for each expert and what their biases move, and nanotron's floor of
+pipelines between nodes.
 """
 
 from collections.abc import Mapping
@@ -206,9 +206,9 @@ RUNTIMES: Mapping[RuntimeName, Runtime] = MappingProxyType(
                 attention=AttentionKernel.FLASH3,
                 message_pieces=4,
                 overlap=_BESIDE,
-                # 4 kernels of FP8 casts and products, 2 of 16 bits: fitted to given runs on B200. A bias is multiplied, added
-                # and joined in float32 (`_apply_bias` of megatron/core/transformer/moe/experts.py): 28 bytes forward and 40
-                # backward as counted. Written and read they are 168 in both passes, as given runs of gpt-oss show.
+                # 4 kernels of FP8 casts and products, 2 of 16 bits: fitted to given runs on B200. A bias is multiplied,
+                # added and joined in float32 (`_apply_bias` of megatron/core/transformer/moe/experts.py): 28 bytes
+                # forward and 40 backward as counted; written and read they are 168, as given runs of gpt-oss show.
                 kernels_an_expert=(2, 4),
                 bias_bytes=28,
                 held=BY_MEGATRON_CORE,
