@@ -5,6 +5,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 
+from shardwright.estimate.held import Held, Module
 from shardwright.estimate.layers import (
     ATTENTION_BACKWARD,
     KERNEL_START_S,
@@ -125,6 +126,22 @@ def test_selective_recomputation_keeps_products_attention_and_sums_and_repeats_w
     assert found.forward_s == plain.forward_s
     between = 2 * 34 * TOKENS / 1e11 + kernels * KERNEL_START_S
     assert found.backward_s - plain.backward_s == pytest.approx(between, rel=1e-9)
+
+
+def test_modules_that_are_recomputed_by_themselves_take_their_time_once_more():
+    model = decoder()
+
+    def backward_s(*modules, **strategy):
+        return estimate(model, machine=MACHINE._replace(held=Held(recomputed=modules)), **strategy).backward_s
+
+    # Both norms read and write the stream, in two bytes; attention computes scores and what they weigh.
+    took_s = {Module.LAYERNORM: 2 * 2 * 2 * TOKENS / 1e11, Module.CORE_ATTN: 4 * LENGTH**2 * HIDDEN / 1e12}
+    for module, again_s in took_s.items():
+        assert backward_s(module) - backward_s() == pytest.approx(again_s, rel=1e-6)
+        assert backward_s(module, recompute=Recompute.FULL) == backward_s(recompute=Recompute.FULL)
+    between = {"recompute": Recompute.SELECTIVE}
+    assert backward_s(Module.LAYERNORM, **between) == backward_s(**between) < backward_s(Module.CORE_ATTN, **between)
+    assert backward_s(Module.MOE, Module.MOE_ACT, Module.MLA_UP_PROJ) == backward_s(), "it has none of them"
 
 
 def test_a_forward_pass_is_its_products_what_is_kept_twice_and_its_kernels():

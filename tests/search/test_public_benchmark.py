@@ -43,10 +43,8 @@ def test_layers_are_cut_as_nanotron_cuts_them(public):
 
 
 def run_of(public, number, ran, measured_bytes=None):
-    fields = dict.fromkeys(public.runs.Run._fields[:16])
-    own = {"group": "one", "name": str(number), "measured_s": float(ran) if ran else None}
-    own |= {"measured_bytes": measured_bytes, "failed": not ran}
-    return public.runs.Run(**fields | own)
+    own = {"group": "one", "name": str(number), "measured_s": float(ran) if ran else None, "chunks": 1 + number}
+    return nanotron_run(public, **own, measured_bytes=measured_bytes, failed=not ran)
 
 
 def test_a_table_counts_errors_ranks_the_chosen_plan_and_what_fits(public):
@@ -62,7 +60,7 @@ def test_a_table_counts_errors_ranks_the_chosen_plan_and_what_fits(public):
     )
     assert table["memory"]["median"] == pytest.approx(0.2)
     (group,) = table["groups"]
-    assert group["chosen_over_best"] == 2.0
+    assert group["chosen_over_best"] == group["chosen_of_others"] == 2.0 and group["contradicted"] == 0
     # Ranks predicted 2, 3, 1, 4, 5; measured 2, 1, 3, 4, 5: 1 - 6 x (0 + 4 + 4) / (5 x 24).
     assert group["rank_correlation"] == pytest.approx(0.6)
     assert table["fits"] == {
@@ -134,6 +132,25 @@ def test_the_terms_are_taken_in_one_after_another(public, folder_of, capsys):
     assert "torchtitan 8B\n    before " in capsys.readouterr().out
 
 
+def test_a_run_is_contradicted_by_a_twin_of_other_data_parallelism_on_as_many_gpus_or_more(public):
+    twin = nanotron_run(public, devices=32, num_microbatches=8, measured_s=1.0)
+    slower, fewer = (
+        twin._replace(measured_s=1.6, data_parallel=DataParallel.ZERO2),
+        twin._replace(devices=16, num_microbatches=16),
+    )
+    more, other = twin._replace(devices=64, num_microbatches=4), twin._replace(micro_batch_size=2, measured_s=9.0)
+    assert public.report.contradicted([twin, slower, more, other]) == [slower]
+    # More ranks lose more: that they took longer than fewer says nothing.
+    assert public.report.contradicted([more, fewer]) == []
+    assert public.report.contradicted([twin._replace(measured_s=0.3), fewer]) == [fewer]
+    found = [
+        public.pricing.Priced(run._replace(name=str(i)), time_s, 1, 1, 2)
+        for i, (run, time_s) in enumerate([(slower, 0.5), (twin, 1.0), (other, 9.0), (other, 9.1), (other, 9.2)])
+    ]
+    (group,) = public.report.tables(found)["groups"]
+    assert (group["chosen_over_best"], group["contradicted"], group["chosen_of_others"]) == (1.6, 1, 1.0)
+
+
 _PLAYBOOK = {
     "model": "1B", "layers": 16, "hidden": 2048, "heads": 32, "kv_heads": 32, "ffn": 8192, "vocab": 131072,
     "tied_embeddings": 1, "seq_len": 4096, "gpus": 16, "dp": 16, "tp": 1, "pp": 1, "zero_stage": 1, "micro_batch": 1,
@@ -141,14 +158,22 @@ _PLAYBOOK = {
 }  # fmt: skip
 
 
-def test_the_playbook_s_collectives_are_priced_at_their_own_rates(public, folder_of):
-    folder = folder_of(_PLAYBOOK)
-    rates = {"AllReduce": 400, "AllGather": 200, "ReduceScatter": 100}
-    rows = "".join(f"{name},{nodes},{rate}\n" for name, rate in rates.items() for nodes in (1, 2))
-    (folder / "collectives.csv").write_text(f"collective,nodes,bandwidth_gb_s\n{rows}")
+def test_the_playbook_s_network_is_told_apart_into_a_step_and_rates(public, folder_of):
+    folder, sent = folder_of(_PLAYBOOK), 256e6
+    rows = ""
+    for name, rate, ways in (("AllReduce", 400e9, 2), ("AllGather", 200e9, 1), ("ReduceScatter", 100e9, 1)):
+        for nodes in (1, 2, 4, 16, 32):
+            # Beyond the runs' 16 nodes the source shows another network.
+            step_s, size = (250e-6 if nodes < 32 else 9e-3), 8 * nodes
+            moved = ways * (size - 1) / size * sent
+            time_s = 10e-6 + ways * ((size - nodes) * 3e-6 + (nodes - 1) * step_s) + moved / rate
+            rows += f"{name},{nodes},{size},256,{moved / time_s / 1e9}\n"
+    (folder / "collectives.csv").write_text(f"collective,nodes,gpus,message_mb,bandwidth_gb_s\n{rows}")
     (sharded,) = public.playbook.playbook(folder)
-    assert sharded.machine.node_gbit_s == ((2, 3200.0),)
-    assert dict(sharded.machine.gbit_s_by_collective) == {"all_gather": ((2, 1600.0),), "reduce_scatter": ((2, 800.0),)}
+    assert sharded.machine.step_us == pytest.approx(250)
+    ((_, all_reduce),), others = sharded.machine.node_gbit_s, dict(sharded.machine.gbit_s_by_collective)
+    assert all_reduce == pytest.approx(3200) and others["all_gather"][0][1] == pytest.approx(1600)
+    assert others["reduce_scatter"][0][1] == pytest.approx(800)
     # ZeRO gathers and scatters: at the all-reduces' rate it would be faster, where computation hides nothing.
     sharded = sharded._replace(habits_left_out=("overlap",))
     equal = sharded._replace(machine=sharded.machine._replace(gbit_s_by_collective=()))
@@ -212,15 +237,18 @@ def test_nanotron_holds_gathered_inputs_where_they_fit(public, monkeypatch):
     assert small.memory_bytes == priced_run(public, machine=tight).memory_bytes, "the allocator takes them back"
 
 
-def test_nanotron_s_tensor_parallelism_takes_longer_steps_between_nodes_alone(public, monkeypatch):
-    cases = {"tp": {"tp_size": 16, "pp_size": 1}, "dp": {"tp_size": 1, "pp_size": 1}}
-    with_steps = {name: priced_run(public, **case).time_s for name, case in cases.items()}
-    without = replace(public.runtimes.RUNTIMES["nanotron"], tensor_step_us=0)
-    monkeypatch.setitem(public.runtimes.RUNTIMES, "nanotron", without)
-    more = {name: time_s - priced_run(public, **cases[name]).time_s for name, time_s in with_steps.items()}
+def test_a_step_between_nodes_is_the_network_s_whatever_sends_over_it(public):
+    cases = {"tp": {"tp_size": 16, "pp_size": 1}, "dp": {"tp_size": 1, "pp_size": 1, "habits_left_out": ("overlap",)}}
+    slow = public.runs.Machine("H100-SXM", ((4, 3200.0),), step_us=300)
+    plain = slow._replace(step_us=None)
+    more = {
+        name: priced_run(public, machine=slow, **case).time_s - priced_run(public, machine=plain, **case).time_s
+        for name, case in cases.items()
+    }
     # 16 micro-batches, in each of which eight blocks send eight messages over the border of two nodes, embedding, head
-    # and loss some more.
-    assert 16 * 8 * 8 * 286e-6 < more["tp"] < 1.5 * 16 * 8 * 8 * 286e-6 and more["dp"] == 0
+    # and loss some more; or one all_reduce of each of ten layers, there and back.
+    assert 16 * 8 * 8 * 286e-6 < more["tp"] < 1.5 * 16 * 8 * 8 * 286e-6
+    assert more["dp"] == pytest.approx(10 * 2 * 286e-6, rel=0.05)
 
 
 def test_memory_that_was_read_on_the_first_rank_is_that_of_the_first_stage(public):

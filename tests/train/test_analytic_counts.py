@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from shardwright.estimate.expert_parts import PRODUCT_KERNELS, ROUTER_KERNELS
+from shardwright.estimate.held import Held
 from shardwright.estimate.layers import Machine, estimate_layer
 from shardwright.estimate.messages import Link
 from shardwright.models.adapter_config import adapter_of_config
@@ -298,6 +299,25 @@ def test_a_frozen_layer_keeps_what_autograd_saves(family, change, tmp_path):
     estimated = estimate_layer(model, strategy.type, strategy, SAMPLES, precision, Attention.SDPA, machine)
     sums = SAMPLES * LENGTH * 4 * (4 + 4)
     assert measured - sums <= estimated.activation_bytes <= measured
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_compiled_block_keeps_what_torch_s_partition_of_its_graph_keeps(family, tmp_path):
+    config = CONFIGS[family]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    def by_partition(model):
+        stack = model.base_model
+        for block in getattr(stack, "layers", None) or stack.h:
+            block.compile(backend="aot_eager_decomp_partition")
+
+    measured = saved_bytes(config, 3, by_partition) - saved_bytes(config, 2, by_partition)
+    model = describe_folder(tmp_path, family, LENGTH)
+    strategy = LayerStrategy(type=model.layers[-1], tp_size=1, dp_size=1)
+    precision = Precision(parameters="float32", compute="bfloat16", reduce="float32")
+    machine = Machine(1e12, 1e12, Link(1e12, 0.0), compiled=True, held=Held(fused_gate=True))
+    found = estimate_layer(model, strategy.type, strategy, SAMPLES, precision, Attention.SDPA, machine)
+    assert found.activation_bytes == pytest.approx(measured, rel=0.02)
 
 
 SWIN = {

@@ -36,7 +36,7 @@ def _run(row: dict[str, str]) -> Run | None:
     memory = row["peak_memory_gb"]
     return Run(
         set="bloom",
-        group=f"{layers} layers of {hidden}, batch {batch}, {dp_size * tp_size * pp_size} GPUs",
+        group=f"{layers} layers of {hidden}, {heads} heads, batch {batch}, {dp_size * tp_size * pp_size} GPUs",
         name=f"line {row['line']}: {layers} x {hidden} dp{dp_size} tp{tp_size} pp{pp_size} mbs{micro_batch_size}",
         config=tuple(config.items()),
         sequence_length=int(row["seq_len"]),

@@ -5,12 +5,14 @@ Its runs were started by nanotron's scripts/scaling_benchmarks.py, whose default
 helpers.py (`log_throughput`) writes the memory of world rank 0.
 """
 
-import csv
 from itertools import accumulate
 from pathlib import Path
 
+import numpy as np
 from accuracy_parts.public.runs import GIB, Machine, Run, rows_of
 
+from shardwright.devices.table import read_devices
+from shardwright.estimate.messages import START_S, moved_bytes, steps
 from shardwright.types import DataParallel, Recompute, SequenceParallel
 from shardwright.types.hardware_profile import Collective
 
@@ -23,13 +25,13 @@ _COLLECTIVES = {
 """Collectives by the source's names; others are priced at the rate of the first."""
 _MAX_DEVICES = 128
 """Above, the source's own repeats and bandwidths differ several times over."""
+_EVERYWHERE = 10_000
+"""Nodes of groups that one rate is meant for."""
 
 
 def playbook(folder: Path) -> list[Run]:
     """Every run of the sets' global batch on up to 128 devices."""
-    node_gbit_s = {name: _node_gbit_s(folder, name) for name in _COLLECTIVES}
-    others = tuple((_COLLECTIVES[name], rates) for name, rates in node_gbit_s.items() if name != "AllReduce")
-    machine = Machine("H100-SXM", node_gbit_s["AllReduce"], others, measured=True)
+    machine = _machine(folder)
     return [
         _run(row, machine)
         for row in rows_of(folder, _COLUMNS)
@@ -86,8 +88,26 @@ def _cuts(number: dict[str, int], pp_size: int) -> tuple[int, ...]:
     return (*found, *[layers] * (pp_size + 1 - len(found)))
 
 
-def _node_gbit_s(folder: Path, collective: str) -> tuple[tuple[int, float], ...]:
-    """A collective's measured rate by nodes: bytes that each ring sends over its time, all rings of a node."""
-    with (folder / "collectives.csv").open(encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["collective"] == collective and row["nodes"] != "1"]
-    return tuple((int(row["nodes"]), 8 * float(row["bandwidth_gb_s"])) for row in rows)
+def _machine(folder: Path) -> Machine:
+    """The cluster, by its own times of collectives: one latency of a step between nodes, and a rate of each.
+
+    They are the least squares of the relative errors over as many nodes as the runs have. A rate by the number of
+    nodes, which these times give as well, holds the steps of a ring of all GPUs; tensor or data parallelism has
+    shorter rings. `step_us` and the rates of nodes are those of `message_times_s`, and the steps inside a node too.
+    """
+    columns = ("collective", "nodes", "gpus", "message_mb", "bandwidth_gb_s")
+    rows = [row for row in rows_of(folder, columns, "collectives.csv") if 1 < int(row["nodes"]) <= _MAX_DEVICES // 8]
+    names = tuple(_COLLECTIVES)
+    inside_s = read_devices().devices["H100-SXM"].link_step_s
+    design, times_s = np.zeros((len(rows), 1 + len(names))), np.zeros(len(rows))
+    for i, row in enumerate(rows):
+        collective, size, nodes = _COLLECTIVES[row["collective"]], int(row["gpus"]), int(row["nodes"])
+        moved = moved_bytes(collective, size, 1e6 * float(row["message_mb"]))
+        crossing = steps(collective, nodes)
+        design[i, 0], design[i, 1 + names.index(row["collective"])] = crossing, moved
+        known_s = START_S + (steps(collective, size) - crossing) * inside_s
+        times_s[i] = moved / (1e9 * float(row["bandwidth_gb_s"])) - known_s
+    step_s, *seconds_a_byte = np.linalg.lstsq(design / times_s[:, None], np.ones(len(rows)), rcond=None)[0].tolist()
+    rates = {name: ((_EVERYWHERE, 8e-9 / each),) for name, each in zip(names, seconds_a_byte, strict=True)}
+    others = tuple((_COLLECTIVES[name], rates[name]) for name in names[1:])
+    return Machine("H100-SXM", rates[names[0]], others, measured=True, step_us=1e6 * step_s)

@@ -14,6 +14,7 @@ from shardwright.devices.table import DeviceTable, read_devices
 from shardwright.estimate.accuracy import SPARE_SHARE
 from shardwright.estimate.hardware import NodeRates
 from shardwright.estimate.machines import Efficiencies, Rates, rates_of
+from shardwright.estimate.messages import NETWORK_STEP_S
 from shardwright.estimate.profile import hardware_profile, model_profile
 from shardwright.estimate.runtimes import SHARDWRIGHT, Runtime
 from shardwright.estimate.settings import ProfileSettings
@@ -123,11 +124,9 @@ def _of_one_setting(runs: Sequence[Run], table: DeviceTable, factors: Factors) -
             cluster, [rates], Efficiencies(), _between(machine), table.revised, overlap=runtime.overlap
         )
         profiles = index_profiles(hardware, _NOWHERE, made, _NOWHERE)
-        step_s = runtime.tensor_step_us / 1e6
         profiles = profiles._replace(
             held=runtime.held,
             memory_factor=runtime.held.reserved,
-            tensor_step_s=step_s,
             gathers_alone=runtime.gathers_alone,
         )
         by = Scaling(forward=factors.time, backward=factors.time, memory=factors.memory)
@@ -224,7 +223,8 @@ def _cluster(machine: Machine, rates: Rates, devices: int, memory_bytes: int) ->
 
 def _between(machine: Machine) -> NodeRates | None:
     """What its nodes send; what was measured is reached already."""
-    rates = NodeRates(machine.node_gbit_s, machine.gbit_s_by_collective).scaled(1e9 / 8)
+    step_s = NETWORK_STEP_S if machine.step_us is None else machine.step_us / 1e6
+    rates = NodeRates(machine.node_gbit_s, machine.gbit_s_by_collective, step_s).scaled(1e9 / 8)
     return rates.scaled(1 / Efficiencies().link) if machine.measured else rates
 
 

@@ -10,12 +10,14 @@ from accuracy_parts.public.runs import Run
 
 from shardwright.estimate.accuracy import memory_range
 
-__all__ = ["compared", "tables"]
+__all__ = ["compared", "contradicted", "tables"]
 
 _FEWEST = 5
 """Runs of a group that a rank correlation and a choice are told of."""
 _WHERE = ("predicted over", "predicted near the limit", "predicted to fit")
 """Over: even the lower end of the range; to fit: the upper end, too."""
+_CONTRADICTED = 1.5
+"""GPU time over that of a twin from which a run is contradicted."""
 _CALIBRATED_ON = 8
 """Devices of the runs that factors are learned from; these runs are then left out."""
 
@@ -28,6 +30,10 @@ class Group(NamedTuple):
     rank_correlation: float
     chosen_over_best: float
     """Measured time of the plan that is predicted to be the fastest that fits, over the best measured one's."""
+    contradicted: int
+    """Runs that their twins contradict."""
+    chosen_of_others: float
+    """The choice over the best, both among the other runs."""
 
 
 def compared(runs: Sequence[Run], calibrate: bool) -> tuple[list[Priced], list[Unpriced], Factors]:
@@ -63,6 +69,35 @@ def tables(found: Sequence[Priced]) -> dict[str, Any]:
     }
 
 
+def contradicted(runs: Iterable[Run]) -> list[Run]:
+    """The measured runs that took over 1.5 times the GPU time of a twin on as many or more GPUs.
+
+    Twins differ in data parallelism alone, its ranks or its kind. With more ranks it costs GPU time, and the bubble of
+    the pipeline grows, so that fewer take no more.
+    """
+    twins: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.measured_s:
+            same = (run.tp_size, run.pp_size, run.cp_size, run.chunks, run.ep_size, run.etp_size, run.micro_batch_size)
+            more = (run.set, run.config, run.sequence_length, run.machine, run.global_batch_size, run.recompute)
+            key = repr((*same, *more, run.compiled, run.compute, run.habits, run.modules))
+            twins.setdefault(key, []).append(run)
+    return [
+        run
+        for own in twins.values()
+        for run in own
+        if any(
+            _gpu_s(run) > _CONTRADICTED * _gpu_s(other)
+            for other in own
+            if other.devices >= run.devices and other is not run
+        )
+    ]
+
+
+def _gpu_s(run: Run) -> float:
+    return (run.measured_s or 0.0) * run.devices
+
+
 def _teaches(run: Run) -> bool:
     return run.devices == _CALIBRATED_ON and run.measured_s is not None
 
@@ -82,16 +117,23 @@ def _errors(signed: Sequence[float]) -> dict[str, float]:
 
 def _groups(ran: Iterable[Priced]) -> Iterable[Group]:
     by_name: dict[str, list[Priced]] = {}
+    ran = list(ran)
+    doubtful = contradicted(one.run for one in ran)
     for one in ran:
         by_name.setdefault(one.run.group, []).append(one)
     for name, own in by_name.items():
         if len(own) < _FEWEST:
             continue
         times = [one.run.measured_s or 0.0 for one in own]
-        fitting = [one for one in own if one.memory_bytes <= one.limit_bytes] or own
-        chosen = min(fitting, key=lambda one: one.time_s)
         correlation = spearman([one.time_s for one in own], times)
-        yield Group(name, len(own), correlation, (chosen.run.measured_s or 0.0) / min(times))
+        others = [one for one in own if one.run not in doubtful]
+        yield Group(name, len(own), correlation, _choice(own), len(own) - len(others), _choice(others))
+
+
+def _choice(own: Sequence[Priced]) -> float:
+    fitting = [one for one in own if one.memory_bytes <= one.limit_bytes] or own
+    chosen = min(fitting, key=lambda one: one.time_s)
+    return (chosen.run.measured_s or 0.0) / min(one.run.measured_s or 0.0 for one in own)
 
 
 def _fits(found: Sequence[Priced]) -> dict[str, int]:

@@ -26,6 +26,8 @@ class Machine(NamedTuple):
     gbit_s_by_collective: tuple[tuple[Collective, tuple[tuple[int, float], ...]], ...] = ()
     """The same of collectives that have rates of their own."""
     measured: bool = False
+    step_us: float | None = None
+    """Latency of a step from a node to the next, in place of the estimates'."""
     memory_gbyte_s: float | None = None
     """In place of the table's, where the source has another variant of the device."""
     memory_bytes: int | None = None

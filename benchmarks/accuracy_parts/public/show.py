@@ -92,9 +92,9 @@ def _head() -> None:
 def _line(name: str, how: str, table: dict[str, Any]) -> None:
     groups = table["groups"]
     ranks = f"{fmean(g['rank_correlation'] for g in groups):6.2f}" if groups else "     -"
-    near = sum(g["chosen_over_best"] <= 1.05 for g in groups)
+    near, others = (sum(g[name] <= 1.05 for g in groups) for name in ("chosen_over_best", "chosen_of_others"))
     errors = " ".join(_error_text(table[what]) for what in ("time", "memory"))
-    print(f"{name + ', ' + how:36} {errors} {ranks} {near:>12} of {len(groups)}")
+    print(f"{name + ', ' + how:36} {errors} {ranks} {near:>8} ({others}) of {len(groups)}")
 
 
 def _error_text(found: dict[str, float]) -> str:
@@ -110,7 +110,10 @@ def _more(table: dict[str, Any], unpriced: Sequence[Unpriced], every_row: bool, 
                 _row(one)
     for group in table["groups"]:
         chosen, ranks = group["chosen_over_best"] - 1, group["rank_correlation"]
-        print(f"    {group['name']:52} {group['runs']:4} runs, ranks {ranks:5.2f}, chosen {chosen:+7.1%}")
+        among = ""
+        if doubtful := group["contradicted"]:
+            among = f", {group['chosen_of_others'] - 1:+.1%} without {doubtful} that twins contradict"
+        print(f"    {group['name']:52} {group['runs']:4} runs, ranks {ranks:5.2f}, chosen {chosen:+7.1%}{among}")
     print("    " + ", ".join(f"{count} {what}" for what, count in table["fits"].items() if count))
     ran, failed = (table["fits"][f"{how}, predicted to fit"] for how in ("ran", "failed"))
     if failed:

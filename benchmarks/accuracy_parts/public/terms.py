@@ -21,12 +21,12 @@ class Term(NamedTuple):
 TERMS = (
     Term("the host takes 42 us for a kernel, not 15", lambda run: run._replace(launch_us=15.0)),
     Term("rates by collective", lambda run: _with_machine(run, gbit_s_by_collective=())),
+    Term("the measured step between nodes", lambda run: _with_machine(run, step_us=None)),
     Term("the runtime's attention kernel", lambda run: _without_habits(run, "attention")),
     Term("as few kernels as it starts", lambda run: _without_habits(run, "few_kernels")),
     Term("tensor-parallel messages that it hides", lambda run: _without_habits(run, "message_pieces")),
     Term("data parallelism beside computation", lambda run: _without_habits(run, "overlap")),
     Term("nanotron's floor of pipelines between nodes", lambda run: _uncounted(run, "pipelined_block_ms")),
-    Term("its steps of tensor parallelism between nodes", lambda run: _uncounted(run, "tensor_step_us")),
     Term("what the runtime holds in memory", lambda run: _without_habits(run, "held")),
 )
 

@@ -47,7 +47,7 @@ class Held(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gathered_inputs: bool = False
     """Whether the inputs of a block's two parts, gathered under tensor parallelism, stay until its backward pass."""
     recomputed: tuple[Module, ...] = ()
-    """Modules that are computed again in the backward pass; the time of that is not counted."""
+    """Modules that are computed again in the backward pass, beside what the plan's recomputation does."""
     ties: bool = False
     """Whether a stage that has embedding and head holds what they tie once; what it takes of that is the embedding's.
 
@@ -61,7 +61,7 @@ class Held(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         words = [f"{self.loss_bytes} bytes a logit in the loss"]
         words += [text for name, text in _WORDS if getattr(self, name)]
         if self.recomputed:
-            words.append(f"{', '.join(self.recomputed)} recomputed (--recompute-modules), whose time is not counted")
+            words.append(f"{', '.join(self.recomputed)} recomputed (--recompute-modules)")
         return ", ".join(words) + (f", {self.reserved:g} times its tensors reserved" if self.reserved != 1 else "")
 
     def part(self, part: Part, itemsize: int, in_fp8: bool, is_sharded: bool) -> Part:

@@ -35,6 +35,7 @@ def latent_attention_part(
         inside=positions
         * (a.query_width + a.key_width + width + (1 + family.attention.joins_features) * a.result_width),
         from_latents=positions * (a.query_width + a.key_width + width),
+        latent_flops=2.0 * positions * from_latents,
         products=positions * (a.query_width + width + a.result_width),
         whole=positions * normed * (1 + keeps[0]),
         whole_bytes=positions * normed * keeps[1],

@@ -21,7 +21,7 @@ from shardwright.estimate.expert_parts import (
     experts_part,
     has_biases,
 )
-from shardwright.estimate.held import OURS, Held
+from shardwright.estimate.held import OURS, Held, Module
 from shardwright.estimate.messages import Link, messages_time_s
 from shardwright.estimate.part import Part
 from shardwright.estimate.parts import layer_parts
@@ -208,9 +208,11 @@ def estimate_layer(
     kind, _ = parameter_groups(model.types[type_name], strategy)[0]
     accumulated = _accumulated_bytes(kind, strategy, precision)
     replay_time_s = _between_products_s if recompute is Recompute.SELECTIVE else _part_time_s
+    moe = parts[-2:] if model.types[type_name].experts is not UNSET else ()
     backward_s = (
         sum(_part_backward_s(part, share, machine) for part in parts)
         + sum(replay_time_s(part, share, machine) for part in replayed)
+        + sum(_modules_s(part, part in moe, share, recompute, machine) for part in parts)
         + (table_bytes + accumulated) / machine.memory_bytes_per_s
     )
     if not model.types[type_name].has_backward:
@@ -289,6 +291,7 @@ def estimate_experts(model: Model, key: ExpertKey, precision: Precision, machine
     backward_s = (
         _part_backward_s(part, share, machine)
         + sum(replay_s(each, share, machine) for each in replayed)
+        + _modules_s(part, True, share, key.recompute, machine)
         + _accumulated(parameters, precision) / machine.memory_bytes_per_s
     )
     return LayerFigures(
@@ -457,6 +460,32 @@ def _slower_heads(features: int, narrow: bool) -> float:
     if features == _NARROW_HEAD:
         return _NARROW_HEADS if narrow else 1.0
     return _WIDE_HEAD / features if _NARROW_HEAD < features < _WIDE_HEAD else 1.0
+
+
+def _modules_s(part: Part, in_moe: bool, share: _Share, recompute: Recompute, machine: Machine) -> float:
+    """Return the seconds in which a backward pass computes modules of a part again, once each (`Held.recomputed`).
+
+    `in_moe`: whether it is a router or experts. What the plan's recomputation computes again is not counted, nor that
+    rows are sent to experts again. What a module takes and gives moves once each.
+    """
+    asked = set(machine.held.recomputed)
+    if recompute is Recompute.SELECTIVE:
+        asked -= {Module.LAYERNORM, Module.MOE_ACT}
+    elif part in _replayed([part], recompute):
+        return 0.0
+    if in_moe and Module.MOE in asked:
+        return _part_time_s(part, share, machine)
+    moved = flops = attention_s = 0.0
+    if Module.LAYERNORM in asked:
+        moved += 2 * part.outside_inputs * share.outside
+    if Module.MLA_UP_PROJ in asked:
+        moved, flops = moved + 2 * part.from_latents * share.inside, part.latent_flops * share.inside
+    if Module.MOE_ACT in asked and part.is_expert:
+        moved += (part.products + part.inputs) * share.inside
+    if Module.CORE_ATTN in asked:
+        attention_s = _attention_s(part, share, machine)
+    moved_s = share.itemsize * moved / machine.memory_bytes_per_s
+    return share.samples * (moved_s + flops / machine.flops_per_s) + attention_s
 
 
 def _between_products_s(part: Part, share: _Share, machine: Machine) -> float:

@@ -88,6 +88,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """Elements among `products` that every second product with a matrix gives, in the order of the products."""
     from_latents: int = 0
     """Elements inside the region that are computed from latents."""
+    latent_flops: float = 0.0
+    """Operations among `flops` of the products that compute them."""
     is_expert: bool = False
     """Whether it is of experts, without the router."""
     logits: int = 0
@@ -109,6 +111,6 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
     def scaled(self, share: float) -> "Part":
         """Return the part with its operations multiplied by a factor."""
-        names = ("flops", "whole_flops", "attention_flops", "left_out", "tile_flops")
+        names = ("flops", "whole_flops", "latent_flops", "attention_flops", "left_out", "tile_flops")
         operations: dict[str, float] = {name: getattr(self, name) for name in names}
         return msgspec.structs.replace(self, **{name: value * share for name, value in operations.items()})

@@ -1,8 +1,8 @@
 """Named runtimes: the kernels, overlap and memory of the systems that run plans, with their sources.
 
 Estimates take kernels, overlap, and what is held in memory (`held`). Fitted are the host's time for each kernel
-(`OPERATOR_S`, to layer times), its kernels for each expert, and nanotron's floor of pipelines and steps of tensor
-parallelism between nodes.
+(`OPERATOR_S`, to layer times), its kernels for each expert and what their biases move, and nanotron's floor of
+pipelines between nodes.
 """
 
 from collections.abc import Mapping
@@ -104,7 +104,7 @@ class Runtime(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     kernels_an_expert: tuple[int, int] = (0, 0)
     """Kernels that it starts for each local expert in a forward pass, in 16 bits and in FP8."""
     bias_bytes: int = 0
-    """Bytes that a forward pass moves for each element of a row whose experts have biases."""
+    """Bytes that a forward pass writes, and reads, for each element of a row whose experts have biases."""
     whole_scores_from: int | None = None
     """Sequence length from which attention also computes masked scores; None: never."""
     copies_gathers: bool = False
@@ -113,8 +113,6 @@ class Runtime(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What it holds in memory unlike this project's runtime."""
     pipelined_block_ms: Mapping[int, float] = MappingProxyType({})
     """Least time of a block and micro-batch, both passes, by tensor parallelism, in pipelines between nodes."""
-    tensor_step_us: NonNegativeNumber = 0.0
-    """Latency that tensor parallelism adds to each step of a message between nodes."""
     sources: tuple[str, ...]
 
     @property
@@ -208,8 +206,9 @@ RUNTIMES: Mapping[RuntimeName, Runtime] = MappingProxyType(
                 attention=AttentionKernel.FLASH3,
                 message_pieces=4,
                 overlap=_BESIDE,
-                # 4 kernels of FP8 casts and products, 2 of 16 bits: fitted to given runs on B200; a bias is multiplied,
-                # added and joined in float32 (megatron/core/transformer/moe/experts.py).
+                # 4 kernels of FP8 casts and products, 2 of 16 bits: fitted to given runs on B200. A bias is multiplied,
+                # added and joined in float32 (`_apply_bias` of megatron/core/transformer/moe/experts.py): 28 bytes
+                # forward and 40 backward as counted; written and read they are 168, as given runs of gpt-oss show.
                 kernels_an_expert=(2, 4),
                 bias_bytes=28,
                 held=BY_MEGATRON_CORE,
@@ -256,8 +255,6 @@ RUNTIMES: Mapping[RuntimeName, Runtime] = MappingProxyType(
                 overlap=_BESIDE,
                 held=BY_NANOTRON,
                 pipelined_block_ms=_NANOTRON_BLOCK_MS,
-                # Fitted to the playbook's runs without a pipeline; data parallelism over as many nodes shows none.
-                tensor_step_us=286,
                 gathers_alone=True,
                 sources=(
                     "nanotron/models: flash_attn_varlen_func of flash-attn 2 and its fused RMSNorm",
@@ -328,7 +325,7 @@ class RuntimeOptions(Options, frozen=True, kw_only=True):
     """Norms and activation functions are one kernel each, whatever the runtime."""
     recompute_modules: tuple[Module, ...] = ()
     """Module that Megatron-LM recomputes in addition to a plan's recomputation: moe_act, layernorm, mla_up_proj,
-    core_attn or moe; its memory is counted, not its time; may be repeated."""
+    core_attn or moe, whose rows are not counted as sent again; may be repeated."""
     launch_us: Microseconds | None = None
     """Time of the host for each kernel, in µs: by default the runtime's, 42 as of eager PyTorch; 0 if CUDA graphs
     replay kernels."""

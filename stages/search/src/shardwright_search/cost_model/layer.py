@@ -13,7 +13,6 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from shardwright.estimate.messages import steps
 from shardwright.key import LayerKey
 from shardwright.optimizers.registry import ADAMW, Optimizer
 from shardwright.plan.axes import Layout, axes_of, layout_of
@@ -504,8 +503,6 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
                 continue
             here = collective_time(profiles, message.collective, groups, message.bytes)
             there = collective_time(profiles, message.collective, profiled, message.bytes)
-            crossing = max((steps(message.collective, g.nodes) for g in groups if g.across_nodes), default=0)
-            longer = max(0.0, here.time_s - there.time_s) + crossing * profiles.tensor_step_s
-            longer_s[message.during] += longer * message.times
+            longer_s[message.during] += max(0.0, here.time_s - there.time_s) * message.times
             warning = warning or here.warning
         return tuple(Duration(longer_s[during], warning) for during in Pass)

@@ -87,8 +87,6 @@ class Profiles(NamedTuple):
     """The factor of a rank's memory: what the runtime's allocator reserves, and what measured plans taught."""
     held: Held = OURS
     """What the runtime holds unlike this project's."""
-    tensor_step_s: float = 0.0
-    """What the runtime's tensor parallelism adds to each step of a message between nodes."""
     gathers_alone: bool = False
     """Whether the runtime gathers ZeRO-2's parameters beside nothing."""
     others: tuple["Profiles", ...] = ()
@@ -214,7 +212,6 @@ def index_profiles(
         notes=model_profile.provenance.notes,
         memory_factor=held.reserved,
         held=held,
-        tensor_step_s=runtime.tensor_step_us / 1e6,
         gathers_alone=runtime.gathers_alone,
     )
 
