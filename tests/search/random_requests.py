@@ -40,6 +40,16 @@ class World(NamedTuple):
         """What prices its plans."""
         return space_of(self.request, self.model, self.cluster, self.profiles, FILE).instance
 
+    @property
+    def with_muon(self) -> "World":
+        """The world trained with Muon, whose products are priced by what a forward pass computes."""
+        types = {
+            name: replace(kind, forward_flops_per_sample=2 * LENGTH * kind.parameter_count())
+            for name, kind in self.model.types.items()
+        }
+        request, model = replace(self.request, optimizer="muon"), replace(self.model, types=types)
+        return self._replace(request=request, model=model)
+
     def targets(self, instance: Instance) -> tuple[Target[Configuration], ...]:
         """Its cases."""
         return SearchSpace(instance, FILE).targets

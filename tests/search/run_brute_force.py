@@ -14,6 +14,7 @@ from brute_force import mistakes
 from certificate_attacks import accepted
 from expert_problems import random_with_experts
 from interleaved_problems import mistakes as interleaved_mistakes
+from optimizer_problems import random_with_muon
 from random_fronts import front_mistakes
 from random_problems import random_mixed, random_spanning, random_unequal
 from simulated_optimum import too_slow
@@ -37,6 +38,7 @@ def main(count: int) -> int:
     kinds: dict[str, Mistakes] = {
         "gpipe and 1f1b": mistakes,
         "experts beside the rest": partial(mistakes, made=random_with_experts),
+        "whole matrices of Muon": partial(mistakes, made=random_with_muon),
         "stages of unequal width": partial(mistakes, made=random_unequal),
         "several node types": partial(mistakes, made=random_mixed),
         "stages that span node types": partial(mistakes, made=random_spanning),

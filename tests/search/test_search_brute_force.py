@@ -9,6 +9,7 @@ import pytest
 from brute_force import mistakes, pipeline_of, solved
 from expert_problems import random_with_experts
 from interrupts import interrupted_after
+from optimizer_problems import random_with_muon
 from random_problems import best_of, every_plan, random_problem, with_budgets
 from rest_long import rest_long
 
@@ -31,6 +32,12 @@ def test_solver_equals_brute_force_on_every_tiny_case(block):
 def test_experts_beside_the_rest_of_a_layer_leave_the_solver_exact(block):
     size = BLOCK // 5
     assert mistakes(range(size * block, size * (block + 1)), random_with_experts) == {}
+
+
+@pytest.mark.parametrize("block", rest_long(1, range(4)))
+def test_plans_with_muon_leave_the_solver_exact(block):
+    size = BLOCK // 5
+    assert mistakes(range(size * block, size * (block + 1)), random_with_muon) == {}
 
 
 @pytest.mark.parametrize("sizes", [(4, 2, 3, 36), (5, 2, 3, 36), (5, 2, 5, 62), (6, 2, 7, 85)])

@@ -55,7 +55,8 @@ def differences(world: World, seed: int) -> list[str]:
 @pytest.mark.parametrize("block", rest_long(1, range(5)))
 def test_any_plan_costs_the_same_to_the_solver_and_to_evaluate(block):
     for seed in range(BLOCK * block, BLOCK * (block + 1)):
-        assert differences(random_world(seed), seed) == [], seed
+        world = random_world(seed)
+        assert differences(world.with_muon if seed % 3 == 0 else world, seed) == [], seed
 
 
 @pytest.mark.parametrize("block", rest_long(1, range(3)))

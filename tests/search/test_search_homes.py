@@ -100,10 +100,9 @@ def test_a_made_up_optimizer_goes_through(make):
 
 
 def test_an_optimizer_that_is_not_priced_is_refused_by_name(make, tmp_path):
-    model, cluster = make.model(), make.cluster(4)
-    costs = space_of(make.request(), model, cluster, make.profiles(model, cluster), FILE).instance.costs
-    with pytest.raises(BadInput, match="optimizer made-up: updates whole matrices, which the cost model does not"):
-        replace(costs, optimizer=MADE_UP._replace(whole_matrices=True))
+    timed = make.model().types["block"], 1, Precision(), Machine(1e12, 1e11, Link(1e9, 1e-6))
+    with pytest.raises(BadInput, match="optimizer made-up: updates whole matrices, which the estimate of a step does"):
+        optimizer_time_s(*timed, MADE_UP._replace(whole_matrices=True))
     plan, wrong = PLAN, tmp_path / "plan.json"
     assert read_document(plan, Plan).optimizer == ADAMW.name
     wrong.write_text(json.dumps(json.loads(plan.read_text()) | {"optimizer": "made-up"}))

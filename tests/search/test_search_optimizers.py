@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from shardwright.io import BadInput, read_document
 from shardwright.optimizers.registry import ADAMW, OPTIMIZERS, Optimizer, Shard, shards_of
+from shardwright.plan.process_groups import communicators
 from shardwright.types import GIB, LayerStrategy, Parameter, Precision
 from shardwright_search.commands.verify import check_certifiable
 from shardwright_search.cost_model.plan import evaluate
@@ -90,6 +91,34 @@ def test_a_step_costs_what_the_optimizers_move_and_agree_on(make, monkeypatch, t
     assert (together > alone) == (tp_dim == 1)
 
 
+def test_muon_costs_products_messages_and_a_group_of_each_stage(make):
+    """A block of 256 x 64, of which two tensor-parallel ranks update half each, and a largest matrix on top."""
+    model, cluster, request = make.model(), make.cluster(4), make.request()
+    others = model, cluster, make.profiles(model, cluster)
+    instances = [space_of(replace(request, optimizer=name), *others, FILE).instance for name in ("adamw", "muon")]
+    strategy, topology = LayerStrategy(type="block", tp_size=2, dp_size=2), StageTopology("n", (4,))
+    adamw, muon = (each.costs.layer("block", strategy, topology, 2, True) for each in instances)
+    operations = 5 * (4 * 64**2 * 256 + 2 * 64**3)
+    points = {key: each for key, each in others[-1].layers.items() if key.type == "block"}
+    per_sample = [key.tp_size * (p.values[:, 0] / p.micro_batch_sizes).min() for key, p in points.items()]
+    update_s = operations * min(per_sample) / model.types["block"].forward_flops_per_sample
+    sent_s = sum(20e-6 + size * 3 / 4 / 1e9 for size in (256 * 64 // 2, 256 * 64))
+    share = OPTIMIZERS["muon"].share_of_adamw(shards_of(model.types["block"], 2), Precision())
+    expected = share * adamw.optimizer_ps + (update_s / 4 + sent_s) * 1e12
+    assert muon.optimizer_ps == pytest.approx(expected, rel=1e-6)
+    assert muon.memory.optimizer == adamw.memory.optimizer // 2
+    assert muon.memory.buffers == 2 * (2 * 2 + 2) * (256 * 64 + 64 * 64)
+    ends = [each.costs.layer("head", strategy, topology, 2, True) for each in instances]
+    assert ends[0] == ends[1]
+    overheads = [each.costs.step_overhead_s for each in instances]
+    assert overheads[1] - overheads[0] == pytest.approx(update_s)
+    plan = _found((request, *others), optimizer="adamw").chosen.plan
+    for stage in plan.stages:
+        for rank in stage.ranks:
+            counted = [communicators(replace(plan, optimizer=name))[rank].total() for name in ("adamw", "muon")]
+            assert counted[1] - counted[0] == (len(stage.ranks) > 1)
+
+
 def test_a_plan_with_another_optimizer_is_outside_the_space(given):
     request, *others = given
     plan = _found(given, optimizer="sgd").chosen.plan
@@ -108,7 +137,7 @@ def test_what_is_of_one_optimizer_refuses_several_by_name(given):
         check_certifiable(several, FILE)
 
 
-@pytest.mark.parametrize("asked", ['"muon"', '["adamw", "adam"]', "[]"])
+@pytest.mark.parametrize("asked", ['"adafactor"', '["adamw", "adam"]', "[]"])
 def test_an_optimizer_that_there_is_not_is_refused(asked, tmp_path):
     (tmp_path / "search.json").write_text(
         json.dumps({"format": "shardwright.search", "version": SearchRequest.VERSION, "name": "x"})[:-1]

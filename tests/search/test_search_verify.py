@@ -69,6 +69,18 @@ def test_a_certificate_is_verified_and_the_gap_told(searched):
     assert f"{count} configurations confirmed in" in result.stdout
 
 
+def test_a_certificate_of_muon_is_verified_and_holds_for_no_other_optimizer(make, files, tmp_path):
+    model, plan, certificate = make.model(4), tmp_path / "a.json", tmp_path / "a.certificate.json"
+    paths = files(model, make.cluster(), make.request(memory_gib=4 / 1024, optimizer="muon"), make.profile(model))
+    result = call(APP, "plan", *roles(paths, *paths), "--out", plan, "--certificate", certificate)
+    assert result.exit_code == 0, result.output
+    result = verify(paths, plan, certificate)
+    assert result.exit_code == 0 and result.stdout.startswith("verified: "), result.output
+    asked = json.loads(paths["search"].read_text())
+    paths["search"].write_text(json.dumps(asked | {"optimizer": "adamw"}))
+    assert verify(paths, plan, certificate).exit_code == 2
+
+
 def test_a_bound_that_was_raised_is_refused(searched):
     paths, plan, certificate = searched
     bound = read_document(certificate, Certificate).bound_ps

@@ -23,7 +23,7 @@ from in_one_format import compute_in_the_inputs_format
 from msgspec import UNSET
 from skewed_routing import begin_with, check_skewed, skew_of, skew_routing
 from stock_experts import correct_biases, shares_of
-from stock_optimizers import stock_optimizer
+from stock_optimizers import Matrices, stock_optimizer
 from tiny_models import (
     batch_of,
     engine_of,
@@ -36,12 +36,14 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import fixed_cross_entropy
 
 from shardwright.io import read_document
+from shardwright.optimizers.matrices import matrix_dims
 from shardwright.plan.expert_load import expert_slices
 from shardwright.plan.layout import parameter_box
 from shardwright.types import EMBEDDING, HEAD, LOW_RANK, Model, Plan, Plans
 from shardwright_train.data.share import Batch, with_boundaries
 from shardwright_train.data.split import Boundaries
 from shardwright_train.engine import optimizer
+from shardwright_train.engine.homes import Homes, orthogonalized
 from shardwright_train.engine.learning_rate import Hyperparameters, LearningRateFactor
 from shardwright_train.models.base import family_named
 from shardwright_train.parallel import checkpointing, collectives, parallelize
@@ -131,13 +133,14 @@ class Reference:
             named = adapted(stock, plan.model)
         self.initial = {name: p.detach().clone() for name, p in named.items()} if skew else {}
         settings = settings_of(plan)
-        grouped, shapes = settings is GROUPED, described_shapes(plan.model)
+        grouped, shapes, matrices = settings is GROUPED, described_shapes(plan.model), described_matrices(plan.model)
         groups = [
             {
                 "params": [parameter],
                 "weight_decay": 0.1 if grouped or (parameter.dim() > 1 and not name.endswith("bias")) else 0.0,
                 "factor": factor_of(name) if grouped else 1.0,
                 "shape": shapes.get(name),
+                "matrices": matrices.get(name),
             }
             for name, parameter in named.items()
         ]
@@ -175,6 +178,18 @@ def described_shapes(model: Model) -> dict[str, tuple[int, ...]]:
     family = family_named(model.family, "test")
     layers = (EMBEDDING, *(f"layers[{i}]" for i in range(len(model.layers))), HEAD)
     return {family.owner_name(model, name, p.name): p.shape for name in layers for p in model.type_of(name).parameters}
+
+
+def described_matrices(model: Model) -> dict[str, list[Matrices]]:
+    """The matrices of blocks by the names of the stock model's parameters, which may have several one under another."""
+    family, layers = family_named(model.family, "test"), [f"layers[{i}]" for i in range(len(model.layers))]
+    found: dict[str, dict[int, Matrices]] = {}
+    for layer in layers:
+        for parameter in model.type_of(layer).parameters:
+            if (dims := matrix_dims(parameter)) is not None:
+                name, place = family.file_name(family.owner_name(model, layer, parameter.name))
+                found.setdefault(name, {})[place] = parameter.shape, dims
+    return {name: [parts[i] for i in range(len(parts))] for name, parts in found.items()}
 
 
 def part_of_rank(values: dict[str, Tensor], stage: Stage, buffers: bool = False) -> list[Tensor]:
@@ -339,6 +354,15 @@ def _copies_counted_twice_in_the_norm() -> AbstractContextManager[object]:
     return patch.object(Stage, "replicas", lambda _self: frozenset())
 
 
+def _parts_of_matrices_orthogonalized_alone() -> AbstractContextManager[object]:
+    def alone(_self: Homes, tensors: Sequence[Tensor]) -> None:
+        for x in tensors:
+            for matrix in x.view(-1, *x.shape[-2:]) if x.numel() else ():
+                matrix.copy_(orthogonalized(matrix.clone()))
+
+    return patch.object(Homes, "orthogonalize", alone)
+
+
 MUTATIONS = {
     f.__name__.removeprefix("_"): f
     for f in (
@@ -354,6 +378,7 @@ MUTATIONS = {
         _copies_counted_twice_in_the_norm,
         _auxiliary_losses_without_gradient,
         _units_not_reduced,
+        _parts_of_matrices_orthogonalized_alone,
     )
 }
 

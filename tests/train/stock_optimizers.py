@@ -1,16 +1,21 @@
 """Optimizers of one process, as PyTorch has them or as they were published, for plans that name another than AdamW."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from msgspec.structs import replace
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwright.types import Plan
 
 Groups = list[dict[str, Any]]
-OTHERS = ("adamw-bf16", "adamw-8bit", "sgd", "lion")
+Matrices = tuple[tuple[int, ...], tuple[int, int]]
+"""A described shape, and the two dims of a matrix in it."""
+OTHERS = ("adamw-bf16", "adamw-8bit", "sgd", "lion", "muon")
 
 
 WITHOUT_LION = {
@@ -27,13 +32,17 @@ def with_optimizers(plans: Iterable[Plan], names: Sequence[str] = OTHERS, first:
 
 
 def stock_optimizer(name: str, groups: Groups, betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
-    """The optimizer of that name; `groups` have one parameter each, and its shape in the model's description."""
+    """The optimizer of that name; `groups` have one parameter each, and its shape in the model's description.
+
+    Those of blocks' matrices have these, too.
+    """
     made: dict[str, Callable[[], torch.optim.Optimizer]] = {
         "adamw": lambda: torch.optim.AdamW(groups, betas=betas, eps=eps),
         "adamw-bf16": lambda: Rounded(groups, betas=betas, eps=eps),
         "adamw-8bit": lambda: EightBits(groups, betas=betas, eps=eps),
         "sgd": lambda: torch.optim.SGD(groups, momentum=0.9),
         "lion": lambda: Lion(groups, {}),
+        "muon": lambda: Muon(groups, betas, eps),
     }
     return made[name]()
 
@@ -96,3 +105,65 @@ class Lion(torch.optim.Optimizer):
                 c = 0.9 * m + (1 - 0.9) * g
                 theta -= eta * (c.sign() + decay * theta)
                 m.copy_(0.99 * m + (1 - 0.99) * g)
+
+
+class Muon(torch.optim.Optimizer):
+    """PyTorch's Muon for each matrix, a parameter of its own, and its AdamW for the rest."""
+
+    def __init__(self, groups: Groups, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(groups, {})
+        whole = [group for group in self.param_groups if group.get("matrices")]
+        rest = [group for group in self.param_groups if not group.get("matrices")]
+        self._adamw = torch.optim.AdamW([{**group} for group in rest], betas=betas, eps=eps) if rest else None
+        self._muon = [torch.optim.Muon(_matrices(g, g["params"][0].detach()), adjust_lr_fn=ADJUST) for g in whole]
+        self._groups = rest, whole
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        rest, whole = self._groups
+        for mine, group in zip(self._adamw.param_groups if self._adamw else (), rest, strict=True):
+            mine["lr"] = group["lr"]
+        if self._adamw:
+            self._adamw.step()
+        for muon, group in zip(self._muon, whole, strict=True):
+            (parameter,), (one,) = group["params"], muon.param_groups
+            one["lr"], one["weight_decay"] = group["lr"], group["weight_decay"]
+            for matrix, gradient in zip(one["params"], _matrices(group, parameter.grad), strict=True):
+                matrix.grad = gradient.detach()
+            with iterating_in(parameter.dtype):
+                muon.step()
+
+
+ADJUST = "match_rms_adamw"
+
+
+def _matrices(group: dict[str, Any], values: Tensor) -> list[nn.Parameter]:
+    """Views of the matrices of a parameter, which has those of several described ones in turn."""
+    parts: list[Matrices] = group["matrices"]
+    pieces = values.split([shape[0] for shape, _ in parts]) if len(parts) > 1 else [values]
+    found = list[nn.Parameter]()
+    for piece, (shape, dims) in zip(pieces, parts, strict=True):
+        stacked = piece.view(shape).movedim(dims, (-2, -1))
+        places = product(*map(range, stacked.shape[:-2]))
+        found += [nn.Parameter(stacked[place], requires_grad=False) for place in places]
+    return found
+
+
+@contextmanager
+def iterating_in(dtype: torch.dtype) -> Iterator[None]:
+    """Let PyTorch's Muon iterate in float64, where that is the dtype, instead of bfloat16."""
+
+    def iterate(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+        a, b, c = coefficients
+        made = x.T if x.size(0) > x.size(1) else x
+        made = made / made.norm().clamp(min=eps)
+        for _ in range(steps):
+            gram = made @ made.T
+            made = a * made + (b * gram + c * gram @ gram) @ made
+        return made.T if x.size(0) > x.size(1) else made
+
+    if dtype is torch.float64:
+        with patch("torch.optim._muon._zeropower_via_newtonschulz", iterate):
+            yield
+    else:
+        yield

@@ -23,6 +23,7 @@ from shardwright.types import DataParallel, Plan
 from shardwright.types.plan import OptimizerName
 from shardwright_train.checkpoints.tensors import TensorShard, read_tensors, write_tensors
 from shardwright_train.engine.eight_bits import Blocks
+from shardwright_train.engine.homes import Held
 from shardwright_train.engine.learning_rate import ANY
 from shardwright_train.engine.optimizer import ShardedOptimizer
 from shardwright_train.engine.updates import UPDATES
@@ -31,6 +32,7 @@ from shardwright_train.parallel.world import World
 
 Errors = dict[str, dict[str, float]]
 FAMILIES = "llama", "mixtral"
+ALONE = "parts_of_matrices_orthogonalized_alone"
 SHARED, SHARDED = 1, 2
 """Numbers of plans of one stage on two ranks."""
 CLIPPED = dataclasses.replace(ANY, clip_norm=0.5, steps=10, learning_rate=1e-2)
@@ -49,8 +51,9 @@ def test_an_update_is_pytorchs_or_the_published_one_and_nothing_where_gradients_
     generator = torch.Generator().manual_seed(0)
     ours = nn.Parameter(torch.randn(6, 40, dtype=dtype, generator=generator))
     theirs = nn.Parameter(ours.detach().clone())
-    optimizer = ShardedOptimizer({"weight": ours}, CLIPPED, optimizer=name)
-    group = {"params": [theirs], "lr": 0.0, "weight_decay": CLIPPED.weight_decay}
+    held = Held((6, 40), (0, 1), (((0, 6), (0, 40)),))
+    optimizer = ShardedOptimizer({"weight": ours}, CLIPPED, optimizer=name, matrices={"weight": held})
+    group = {"params": [theirs], "lr": 0.0, "weight_decay": CLIPPED.weight_decay, "matrices": [((6, 40), (0, 1))]}
     stock = stock_optimizer(name, [group], ANY.betas, ANY.eps)
     for step in range(1, 5):
         gradient = torch.randn(6, 40, dtype=dtype, generator=generator)
@@ -94,7 +97,7 @@ def test_codes_are_the_same_however_columns_are_cut(lengths: tuple[int, ...]) ->
 
 @pytest.fixture(scope="module")
 def two_ranks(compare: Callable[..., Errors]) -> Errors:
-    return compare(_plans())
+    return compare(_plans(), (ALONE,))
 
 
 def _plans() -> list[Plan]:
@@ -109,8 +112,13 @@ def test_plans_with_an_optimizer_train_exactly_as_one_process(two_ranks: Errors,
     assert {plan: error for plan, error in found.items() if not error <= TOLERANCE} == {}
 
 
+def test_orthogonalizing_parts_of_matrices_would_be_seen(two_ranks: Errors) -> None:
+    assert _plans()[-1].optimizer == "muon"
+    assert two_ranks[ALONE]["parameters"] > 1e3 * TOLERANCE
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "adamw-8bit" else pytest.mark.long) for name in OTHERS]
+    "name", [pytest.param(name, marks=[] if name in ("adamw-8bit", "muon") else pytest.mark.long) for name in OTHERS]
 )
 def test_what_a_plan_saves_of_its_optimizer_another_plan_goes_on_from(tmp_path: Path, name: str) -> None:
     """From ranks that cut columns, and so blocks of 8 bits, to ranks that shard rows."""

@@ -2,13 +2,14 @@
 
 The stored parameters are the master weights (`Precision.parameters`); an optimizer that keeps other ones has them as a
 state. An update element by element runs on any shard and sends nothing: gradients come reduced. One that needs whole
-matrices says so, and is refused by whatever prices or runs updates of shards.
+matrices (matrices.py) says so: each is whole on one rank for a moment, and its states lie in shards, as any others do.
 """
 
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from shardwright.io import BadInput
+from shardwright.optimizers.matrices import matrix_dims
 from shardwright.types import ITEMSIZE, DType, LayerType, Parameter, Precision
 
 
@@ -20,6 +21,8 @@ class Shard(NamedTuple):
     """Shape of its whole parameter; None: many parameters together, whose states are the leanest that any has."""
     columns: int = 0
     """How many numbers of a row of a matrix the rank holds."""
+    whole: bool = True
+    """Whether it is of matrices, as matrices.py has them; taken to be where it is not known."""
 
     @classmethod
     def of(cls, parameter: Parameter, parts: int, shards: int) -> "Shard":
@@ -29,7 +32,7 @@ class Shard(NamedTuple):
         if last > 0:
             columns = parameter.part_length(last, parts)
             columns = -(-columns // shards) if parameter.states_dim(parts, shards) == last else columns
-        return cls(numel, parameter.shape, columns)
+        return cls(numel, parameter.shape, columns, matrix_dims(parameter) is not None)
 
     @property
     def is_matrix(self) -> bool:
@@ -78,11 +81,16 @@ class Optimizer(NamedTuple):
     states: tuple[State, ...]
     """Those of a matrix."""
     of_vectors: tuple[State, ...] | None = None
-    """Those of a vector; None: as of a matrix."""
+    """Those of a vector, or of whatever is not updated as a whole matrix; None: as of a matrix."""
     temporary: int = 0
     """Numbers in the parameters' format that a step writes and reads again for each number, where it is not fused."""
     whole_matrices: bool = False
-    """True if the update of a matrix needs all of it, on one rank."""
+    """True if the update of a block's matrix needs all of it, on one rank; AdamW updates all else."""
+
+    @property
+    def at_ends(self) -> "Optimizer":
+        """What updates embedding and head."""
+        return ADAMW if self.whole_matrices else self
 
     def state_bytes(self, parameter_bytes: int, stored: DType) -> int:
         """The least bytes of the states of trained parameters that are stored in this number of bytes."""
@@ -90,11 +98,14 @@ class Optimizer(NamedTuple):
 
     def held_bytes(self, held: Iterable[Shard], stored: DType) -> int:
         """The bytes of the states of what a rank holds of parameters that are stored in a format."""
-        return sum(state.bytes_of(each, stored) for each in held for state in self.states_of(each.is_matrix))
+        return sum(state.bytes_of(each, stored) for each in held for state in self._states_of(each))
 
     def states_of(self, is_matrix: bool) -> tuple[State, ...]:
         """The states of a parameter."""
         return self.states if is_matrix or self.of_vectors is None else self.of_vectors
+
+    def _states_of(self, held: Shard) -> tuple[State, ...]:
+        return self.states_of(held.whole if self.whole_matrices else held.is_matrix)
 
     def agreed_bytes(self, held: Shard) -> int:
         """The bytes of the scales on which ranks with other columns agree in a step."""
@@ -140,4 +151,6 @@ SGD = Optimizer("sgd", (State("momentum_buffer"),))
 """Sutskever et al. 2013, as torch.optim.SGD has it: the sum of decayed gradients."""
 LION = Optimizer("lion", (State("exp_avg"),), temporary=5)
 """Chen et al. 2023 (arXiv 2302.06675): the sign of an average of gradients."""
-OPTIMIZERS = {optimizer.name: optimizer for optimizer in (ADAMW, ADAMW_BF16, ADAMW_8BIT, SGD, LION)}
+MUON = Optimizer("muon", (State("momentum_buffer"),), of_vectors=ADAMW.states, temporary=5, whole_matrices=True)
+"""Jordan 2024, with the step of Moonlight (arXiv 2502.16982): the nearest orthogonal matrix to an average."""
+OPTIMIZERS = {optimizer.name: optimizer for optimizer in (ADAMW, ADAMW_BF16, ADAMW_8BIT, SGD, LION, MUON)}

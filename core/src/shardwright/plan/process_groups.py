@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from typing import NamedTuple
 
+from shardwright.optimizers.registry import OPTIMIZERS
 from shardwright.plan.axes import Axis, axes_of, layout_of
 from shardwright.plan.chunks import chunk_layers, cuts, incoming_layout
 from shardwright.plan.group_names import ranks_text
@@ -35,7 +36,7 @@ class Purpose(StrEnum):
     TENSOR_PARALLEL = "tensor parallelism"
     """Activations that enter and leave matrices that the ranks share."""
     EXCHANGE = "exchanges of activations"
-    """Redistribution between layouts, Ulysses, and rows for experts."""
+    """Redistribution between layouts, Ulysses, rows for experts, and matrices that are updated whole."""
     CONTEXT = "context parallelism"
     """Keys and values that positions of other ranks attend to."""
     DATA_PARALLEL = "data parallelism"
@@ -72,6 +73,8 @@ def process_groups(plan: Plan) -> tuple[PlannedGroup, ...]:
     for stage in range(len(plan.stages)):
         for chunk in range(len(plan.stages[stage].layers)):
             groups |= dict.fromkeys(_of_chunk(plan, stage, chunk))
+        if OPTIMIZERS[plan.optimizer].whole_matrices:
+            groups[planned_group(Purpose.EXCHANGE, plan.stages[stage].ranks)] = None
     if tied := ranks_of_replicas(tied_parameters(plan)):
         groups[PlannedGroup(Purpose.TIED_PARAMETERS, tied)] = None
     return tuple(groups | dict.fromkeys(_edges(plan)))

@@ -19,7 +19,7 @@ DType = Literal["float64", "float32", "bfloat16", "float16"]
 FP8 = "fp8"
 """Format of products with a block's weights in 8 bits, everything else in bfloat16; estimated, not run."""
 ComputeType = Literal["float64", "float32", "bfloat16", "float16", "fp8"]
-OptimizerName = Literal["adamw", "adamw-bf16", "adamw-8bit", "sgd", "lion"]
+OptimizerName = Literal["adamw", "adamw-bf16", "adamw-8bit", "sgd", "lion", "muon"]
 Base = Literal["8bit", "4bit"]
 BASE_BITS = {"8bit": 8.0, "4bit": 4.127}
 """Bits of a weight: of LLM.int8 (Dettmers et al. 2022), whose scale is one of a row; of NF4 with constants that are

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from shardwright.key import LayerKey
+from shardwright.optimizers.matrices import largest_flops
 from shardwright.optimizers.registry import ADAMW, Optimizer
 from shardwright.plan.axes import Layout, axes_of, layout_of
 from shardwright.plan.communication import region_messages
@@ -64,6 +65,7 @@ from shardwright_search.cost_model.parameters import (
     ParameterCosts,
     joined_parameters,
     parameter_costs,
+    s_per_flop,
     slowest_parameters,
 )
 from shardwright_search.cost_model.parts_of_strategies import Parts, of_parameters, of_passes
@@ -121,9 +123,6 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     time_model: TimeModel = TimeModel.INTERPOLATE
     optimizer: Optimizer = ADAMW
     loss_chunks: int = 1
-
-    def __post_init__(self) -> None:
-        self.optimizer.demand_shards("the cost model")
 
     def on(self, cluster: Cluster) -> "CostModel":
         """Return the cost model on some of the nodes; layers, which cost what their node types do, are priced once."""
@@ -202,8 +201,22 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @property
     def step_overhead_s(self) -> float:
-        """Time outside the layers once a step, on the ranks where it is longest."""
-        return max(profiles.step_overhead_s for profiles in self._profiles_by_type.values())
+        """Time outside the layers once a step, on the ranks where it is longest, and that of homes beyond the mean."""
+        return max(profiles.step_overhead_s for profiles in self._profiles_by_type.values()) + self._uneven_homes_s
+
+    @cached_property
+    def _uneven_homes_s(self) -> float:
+        """The longest update of a matrix, by which the fullest home may exceed the mean that layers are priced by.
+
+        Graham 1969 bounds the greedy assignment so, which also is what a stage takes that has fewer matrices than
+        ranks. Of stages of one rank it is too much.
+        """
+        if not self.optimizer.whole_matrices or self.cluster.num_devices == 1:
+            return 0.0
+        longest = {name: largest_flops(self.model.types[name].parameters) for name in set(self.model.layers)}
+        each = self._profiles_by_type.values()
+        times = (size * s_per_flop(on, self.model, name) for name, size in longest.items() if size for on in each)
+        return max(times, default=0.0)
 
     @cached_method
     def send(self, type_name: str, layout: Layout, link: Link, samples: int) -> Cost:

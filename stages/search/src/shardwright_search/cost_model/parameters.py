@@ -16,9 +16,11 @@ import numpy as np
 from msgspec import UNSET
 
 from shardwright.estimate.held import OURS, Held
+from shardwright.io import BadInput
 from shardwright.io.table import Source
+from shardwright.optimizers.matrices import returned_bytes, update_flops, workspace_bytes
 from shardwright.optimizers.registry import ADAMW, Optimizer, shards_of
-from shardwright.plan.axes import ParameterAxes, axes_of
+from shardwright.plan.axes import Axis, ParameterAxes, axes_of
 from shardwright.plan.buckets import copied_bucket_bytes
 from shardwright.plan.communication import Cause, Message, parameter_messages, partial_gradient_bytes
 from shardwright.plan.parameter_groups import ParameterGroup
@@ -79,6 +81,8 @@ class ParameterMemory(msgspec.Struct, frozen=True, kw_only=True):
     """The optimizer's states of the shard."""
     buffers: int
     """FSDP2's buffers for a layer's collectives while the layer runs: 2cP for gathers under ZeRO-3, rP for reductions.
+
+    If an update of whole matrices takes more after the passes, that counts.
 
     Experts that ranks share out are gathered a layer at a time: cP.
     Beside the parameters it works with lie those of the layer that comes next, on their way. The reduction buffer of
@@ -143,6 +147,8 @@ def parameter_memory(
         if replicated
         else full_bytes * (fsdp and not deferred),
     )
+    whole = workspace_bytes(kind.parameters, axes.replicas) if optimizer.whole_matrices else 0
+    memory = msgspec.structs.replace(memory, buffers=max(memory.buffers, whole))
     if quantized := _quantized(kind, precision):
         largest = max(p.numel(axes.tensor.size) for p in quantized)
         memory = msgspec.structs.replace(memory, buffers=memory.buffers + ITEMSIZE[precision.compute] * largest)
@@ -150,8 +156,8 @@ def parameter_memory(
         return memory
     copies = held.compute_gradients and axes.states.size > 1
     copied = ITEMSIZE[precision.compute] * trained_count if copies and precision.reduce != precision.compute else 0
-    none = dict.fromkeys(("gradients", "gradient_sums", "buffers", "unreduced_gradients"), 0)
-    return msgspec.structs.replace(memory, gradient_buffer=full_bytes + copied, **none)
+    none = dict.fromkeys(("gradients", "gradient_sums", "unreduced_gradients"), 0)
+    return msgspec.structs.replace(memory, gradient_buffer=full_bytes + copied, buffers=whole, **none)
 
 
 def _quantized(kind: LayerType, precision: Precision) -> list[Parameter]:
@@ -255,6 +261,7 @@ def parameter_costs(
     """
     kind, strategy = group
     axes, states = axes_of(strategy).dense, _share_of_states(states, model.types[type_name], group)
+    optimizer = optimizer.at_ends if type_name in (EMBEDDING, HEAD) else optimizer
     sizes, count = (ITEMSIZE[precision.compute], ITEMSIZE[precision.reduce]), 1 if single_microbatch else 2
     groups = data_group_kinds(topology, axes)
     messages = list(parameter_messages(kind, strategy, *sizes, count, reduces_every))
@@ -268,6 +275,7 @@ def parameter_costs(
     agreed = filter(None, map(optimizer.agreed_bytes, shards_of(kind, axes.tensor.size, axes.shards)))
     sharing = axis_group_kinds(topology, axes.tensor)
     agreed_s = sum(collective_time(profiles, Collective.ALL_REDUCE, sharing, size).time_s for size in agreed)
+    whole_s = _whole_matrices_s(profiles, model, type_name, group, topology) if optimizer.whole_matrices else 0.0
     return ParameterCosts(
         memory=parameter_memory(
             kind,
@@ -283,8 +291,46 @@ def parameter_costs(
         gather=gather,
         reduction=reduction,
         partial_sum_s=_partial_sum_s(profiles, model, precision, type_name, group, topology),
-        optimizer_s=states.optimizer_s / axes.shards * share + agreed_s,
+        optimizer_s=states.optimizer_s / axes.shards * share + agreed_s + whole_s,
     )
+
+
+def _whole_matrices_s(
+    profiles: Profiles, model: Model, type_name: str, group: ParameterGroup, topology: StageTopology
+) -> float:
+    """Return the time of an update of whole matrices, of which each rank that holds parts of them has an equal share.
+
+    Its products are taken to be as fast, by operations, as the fastest of the layer's profiled forward passes. One of
+    the ranks that hold a part sends it to its matrix's home, and all get it back.
+    """
+    axes, parameters = axes_of(group.strategy).dense, group.kind.parameters
+    all_ranks = axis_group_kinds(topology, Axis(topology.size))
+    held = returned_bytes(parameters, axes.tensor.size, axes.shards)
+    sent_s = sum(
+        collective_time(profiles, Collective.ALL_TO_ALL, all_ranks, size).time_s
+        for size in (held / axes.replicas, held)
+    )
+    homes = axes.tensor.size * axes.states.size
+    return update_flops(parameters) / homes * s_per_flop(profiles, model, type_name) + sent_s
+
+
+def s_per_flop(profiles: Profiles, model: Model, type_name: str) -> float:
+    """Return the least time of an operation in a profiled forward pass of a layer type, at any length of samples.
+
+    Raises BadInput if no such pass was timed.
+    """
+    flops = model.types[type_name].forward_flops_per_sample / model.sequence_length
+    timed = (
+        (key, samples * key.sequence_length, forward_s)
+        for key, points in profiles.layers.items()
+        if key.type == type_name
+        for samples, forward_s in zip(points.micro_batch_sizes, points.values[:, 0], strict=True)
+    )
+    found = [key.tp_size * forward_s / (flops * tokens) for key, tokens, forward_s in timed if flops and forward_s]
+    if not found:
+        problem = f"no forward pass of {type_name} is timed, by which products of whole matrices are priced"
+        raise BadInput(profiles.model_file, problem, "take another optimizer")
+    return float(min(found))
 
 
 def _share_of_states(states: StateRow, whole: LayerType, group: ParameterGroup) -> StateRow:

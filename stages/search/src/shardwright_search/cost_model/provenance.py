@@ -5,7 +5,7 @@ from pathlib import Path
 
 from shardwright.key import LayerKey
 from shardwright.models.context import plan_obstacle
-from shardwright.optimizers.registry import ADAMW
+from shardwright.optimizers.registry import ADAMW, OPTIMIZERS
 from shardwright.plan.axes import axes_of, layout_of
 from shardwright.plan.differences import MAX_RELATIVE_ERROR
 from shardwright.plan.expert_messages import shares_experts
@@ -41,6 +41,11 @@ def _optimizer_lines(plan: Plan) -> Iterator[str]:
     """Yield the warning for an optimizer whose time no profile has."""
     if plan.optimizer != ADAMW.name:
         yield f"assumed: the step of {plan.optimizer} takes as long as AdamW's by the bytes that both move"
+    if OPTIMIZERS[plan.optimizer].whole_matrices:
+        yield (
+            f"assumed: the products of {plan.optimizer} are as fast as the layer's forward pass, and no rank of a "
+            "stage has more of them than the mean and a largest matrix"
+        )
 
 
 def _document_lines(plan: Plan) -> Iterator[str]:

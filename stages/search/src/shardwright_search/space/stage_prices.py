@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from shardwright.plan.axes import layout_of
+from shardwright.plan.axes import Axis, layout_of
 from shardwright.plan.process_groups import Purpose, communicator_bytes, strategy_axes
 from shardwright.types import EMBEDDING, HEAD, Strategy
 from shardwright_search.cost_model.communication import Nodes
@@ -244,7 +244,9 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
             return self._num_groups(name, own, topology)
         replicas = name in types_with_replicas(self.costs.model)
         strategies = self.layers.shardings(choice).of_type(name, topology.size)
-        return np.array([len(set(strategy_axes(each))) + replicas for each in strategies] or [0], float)
+        meets = self.costs.optimizer.whole_matrices and topology.size > 1
+        stage = {(Purpose.EXCHANGE, Axis(topology.size))} if meets else set[tuple[Purpose, Axis]]()
+        return np.array([len(stage | {*strategy_axes(each)}) + replicas for each in strategies] or [0], float)
 
     @cached_method
     def _layouts(self, name: str, shardings: Shardings, topology: StageTopology) -> tuple[Ints, Ints]:

@@ -8,13 +8,16 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from torch import Tensor
 
+from shardwright.optimizers.matrices import matrix_dims
 from shardwright.plan.chunks import chunk_layers
-from shardwright.plan.process_groups import PlannedGroup, strategy_groups
-from shardwright.types import Plan
+from shardwright.plan.layout import parameter_box
+from shardwright.plan.process_groups import PlannedGroup, Purpose, strategy_groups
+from shardwright.types import EMBEDDING, HEAD, Plan
+from shardwright_train.engine.homes import Held
 from shardwright_train.engine.learning_rate import ANY, Hyperparameters
 from shardwright_train.engine.optimizer import ShardedOptimizer, StepOutcome
 from shardwright_train.models.attention_kernels import use_kernels
@@ -40,7 +43,7 @@ class Engine:
         parameters, replicas = self.stage.parameters_by_name(), self.stage.replicas()
         names, biases, context = self.stage.stock_names(), self.stage.router_biases(), self.stage.context
         given = parameters, self.settings, replicas, self.updates, names, biases
-        return ShardedOptimizer(*given, context.plan.optimizer, context.groups)
+        return ShardedOptimizer(*given, context.plan.optimizer, context.groups, held_matrices(self.stage))
 
     def forward_backward(self, step: Step, hook: StepHook = no_hook) -> Tensor:
         """Run forward and backward of a global batch; see `run_step`."""
@@ -74,6 +77,23 @@ class Engine:
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of a checkpoint: parameters, and the moments of trained ones, by name."""
         return {**self.optimizer.parameters, **self.optimizer.state()}
+
+
+def held_matrices(stage: Stage) -> dict[str, Held]:
+    """What the ranks of a stage hold of each trained parameter of blocks that is of matrices, by its name."""
+    context, model, found = stage.context, stage.context.plan.model, dict[str, Held]()
+    ranks = context.stage_ranks
+    group = partial(context.groups.among, Purpose.EXCHANGE, ranks) if len(ranks) > 1 else None
+    for layer in stage.layers:
+        described = {p.name: p for p in model.type_of(layer.name).parameters}
+        for name in layer.parallel.parameters if layer.kind not in (EMBEDDING, HEAD) else ():
+            parameter = described[layer.described_name(name)]
+            if (dims := matrix_dims(parameter)) is not None:
+                strategy = layer.parallel.unit_of[name].strategy
+                boxes = tuple(parameter_box(parameter, strategy, each) for each in range(len(ranks)))
+                full_name = context.family.full_name(model, layer.name, parameter.name)
+                found[full_name] = Held(parameter.shape, dims, boxes, context.me, group)
+    return found
 
 
 def say_compiled(plan: Plan, first_step_s: float) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwright.optimizers.registry import OPTIMIZERS
+from shardwright_train.engine.homes import Held
 from shardwright_train.engine.learning_rate import Hyperparameters, ParameterGroup, group_of
 from shardwright_train.engine.updates import UPDATES, initial_states, tensors_of
 from shardwright_train.parallel.data import local_tensor
@@ -28,12 +29,12 @@ from shardwright_train.torch_private import foreach_mul_, foreach_norm, step_unl
 class ShardedOptimizer:
     """A plan's optimizer on each rank's shards.
 
-    The update is elementwise and needs no mesh: it runs over plain local tensors, which share memory with the
-    DTensors. Norms and biases are not decayed unless an option asks for it; a parameter's learning rate is the step's
-    times its factor. Both depend on its name in the stock model (`stock_names` for tied parameters), so that all
-    replicas are in the same group. `replicas` are tied copies whose gradients another parameter already counts in the
-    norm. Frozen parameters have no states; `router_biases` are corrected by counts instead. The states start at zero,
-    and bias correction continues after `updates` steps.
+    The update needs no mesh: it runs over plain local tensors, which share memory with the DTensors. Of `matrices` it
+    may need what other ranks of the stage hold. Norms and biases are not decayed unless an option asks for it; a
+    parameter's learning rate is the step's times its factor. Both depend on its name in the stock model (`stock_names`
+    for tied parameters), so that all replicas are in the same group. `replicas` are tied copies whose gradients another
+    parameter already counts in the norm. Frozen parameters have no states; `router_biases` are corrected by counts
+    instead. The states start at zero, and bias correction continues after `updates` steps.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class ShardedOptimizer:
         router_biases: RouterBiases | None = None,
         optimizer: str = "adamw",
         groups: Groups | None = None,
+        matrices: Mapping[str, Held] | None = None,
     ) -> None:
         self._router_biases = router_biases
         self.parameters, self.settings = parameters, settings
@@ -71,8 +73,8 @@ class ShardedOptimizer:
         replicas_of = [_replicas(parameter) for parameter in self._counted]
         self._replicas = torch.tensor(replicas_of, dtype=torch.float64, device=device)
         for name, local in self._local.items():
-            states = initial_states(OPTIMIZERS[optimizer], self._trained[name], local.detach(), updates, groups)
-            self._rule.state[local] = states
+            given_of = self._trained[name], local.detach(), updates, groups, (matrices or {}).get(name)
+            self._rule.state[local] = initial_states(OPTIMIZERS[optimizer], *given_of)
 
     def step(self, step: int, loss: Tensor, stop: bool, loss_scale: float = 1.0, save: bool = False) -> "StepOutcome":
         """Clip by the global norm, update, and forget the gradients; `step` counts from 1.

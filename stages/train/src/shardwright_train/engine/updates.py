@@ -9,9 +9,12 @@ parameter and d its decay:
   ones. An average that changes by less than 1 part in 512 of itself stays as it is;
 - adamw-8bit: the same, whose averages of matrices become codes of 8 bits (eight_bits.py);
 - sgd: `torch.optim.SGD` with momentum 0.9: b = 0.9 b + g + d w, w = w - r b; the decay is part of the gradient;
-- lion (Chen et al. 2023, algorithm 2): w = w - r (sign(0.9 m + 0.1 g) + d w), then m = 0.99 m + 0.01 g.
+- lion (Chen et al. 2023, algorithm 2): w = w - r (sign(0.9 m + 0.1 g) + d w), then m = 0.99 m + 0.01 g;
+- muon: `torch.optim.Muon` with `match_rms_adamw`, for each matrix [A, B] of blocks: m = 0.95 m + 0.05 g, and
+  w = w - r (0.2 sqrt(max(A, B)) O(0.05 g + 0.95 m) + d w), where O is of homes.py; adamw for all other parameters.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,16 +24,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from shardwright.optimizers.registry import ADAMW, ADAMW_8BIT, ADAMW_BF16, LION, SGD, Optimizer
+from shardwright.optimizers.registry import ADAMW, ADAMW_8BIT, ADAMW_BF16, LION, MUON, SGD, Optimizer
 from shardwright_train.engine.eight_bits import Blocks, values
+from shardwright_train.engine.homes import Held, Homes
 from shardwright_train.engine.learning_rate import Hyperparameters
 from shardwright_train.parallel.data import placed_as, torch_dtype
 from shardwright_train.parallel.process_groups import Groups
 
 MOMENTUM = 0.9
 LION_BETAS = (0.9, 0.99)
+MUON_MOMENTUM, MUON_SCALE = 0.95, 0.2
 _BLOCKS, _CODES, _SCALES = "blocks", "_codes", "_scales"
 """Key of the blocks of a state in codes, and ends of the names of these and of their scales."""
+_HELD = "held"
+"""Key of what ranks hold of a parameter of matrices that are updated whole."""
 
 
 class _Update(torch.optim.Optimizer, ABC):
@@ -156,12 +163,59 @@ class Lion(_Update):
         kept.lerp_(gradient, 1 - later)
 
 
+class Muon(RoundedAdamW):
+    """Muon for matrices of blocks, whole at their homes, and AdamW for everything else."""
+
+    _homes: Homes | None = None
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient; the gradients of matrices become their updates."""
+        matrices = list[tuple[Mapping[str, Any], Tensor, Tensor, Held]]()
+        for group, parameter in self._with_gradients():
+            state = self.state[parameter]
+            if _HELD in state:
+                matrices.append((group, parameter, self._averaged(parameter, state), state[_HELD]))
+            else:
+                self.update(parameter, group, state)
+        if not matrices:
+            return
+        self._homes = self._homes or Homes([held for *_, held in matrices])
+        self._homes.orthogonalize([updates for _, _, updates, _ in matrices])
+        allowed = self.found_inf == 0
+        for group, parameter, updates, held in matrices:
+            rate = group["lr"] * MUON_SCALE * math.sqrt(max(held.matrix))
+            new = (parameter * (1 - group["lr"] * group["weight_decay"])).add_(updates, alpha=-rate)
+            parameter.copy_(torch.where(allowed, new, parameter))
+
+    def _averaged(self, parameter: Tensor, state: Mapping[str, Any]) -> Tensor:
+        """Average a gradient with those before, and put Nesterov's average in its place."""
+        (kept,) = (state[each.name] for each in MUON.states)
+        gradient, _ = self._gradient(parameter, kept)
+        kept.lerp_(gradient, 1 - MUON_MOMENTUM)
+        assert parameter.grad is not None
+        return parameter.grad.copy_(gradient.lerp_(kept, MUON_MOMENTUM))
+
+    def averages(self, parameter: Tensor, state: Mapping[str, Any]) -> list[Tensor]:
+        """The kept averages themselves."""
+        return [state[each.name] for each in ADAMW.states]
+
+    def keep(self, state: Mapping[str, Any], averages: Sequence[Tensor]) -> None:
+        """Nothing: the averages were updated where they are kept."""
+
+
 def initial_states(
-    optimizer: Optimizer, parameter: Tensor, local: Tensor, updates: int, groups: Groups | None
+    optimizer: Optimizer, parameter: Tensor, local: Tensor, updates: int, groups: Groups | None, held: Held | None
 ) -> dict[str, Any]:
-    """The states of a parameter's shard before the first step; bias correction continues after earlier updates."""
+    """The states of a parameter's shard before the first step; bias correction continues after earlier updates.
+
+    `held`: of a parameter of matrices of blocks.
+    """
     states: dict[str, Any] = {"step": torch.tensor(float(updates), dtype=torch.float32, device=local.device)}
-    for each in optimizer.states_of(parameter.dim() > 1):
+    is_whole = optimizer.whole_matrices and held is not None
+    if is_whole:
+        states[_HELD] = held
+    for each in optimizer.states_of(is_whole if optimizer.whole_matrices else parameter.dim() > 1):
         if each.block:
             states[_BLOCKS] = blocks = Blocks.of(parameter, each.block, groups)
             signed = dict(_signs())[each.name]
@@ -175,7 +229,7 @@ def initial_states(
 
 def tensors_of(parameter: Tensor, states: Mapping[str, Any]) -> dict[str, Tensor]:
     """What a checkpoint has of a parameter's states, placed as the parameter is."""
-    kept = {name: x for name, x in states.items() if name not in ("step", _BLOCKS)}
+    kept = {name: x for name, x in states.items() if name not in ("step", _BLOCKS, _HELD)}
     return {
         name: states[_BLOCKS].placed(parameter, x) if name.endswith(_SCALES) else placed_as(parameter, x)
         for name, x in kept.items()
@@ -188,5 +242,6 @@ UPDATES: dict[str, Callable[[list[dict[str, Any]], Hyperparameters], torch.optim
     ADAMW_8BIT.name: EightBitAdamW,
     SGD.name: lambda groups, _: torch.optim.SGD(groups, momentum=MOMENTUM, fused=True),
     LION.name: lambda groups, _: Lion(groups),
+    MUON.name: Muon,
 }
 """What makes the update of each optimizer, of groups with members, decay and factor of the learning rate."""

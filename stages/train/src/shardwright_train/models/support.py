@@ -17,7 +17,7 @@ from shardwright_train.imports import without_collection
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
 _MIXED_FLOAT16 = ("float32", "float16", "float32")
-OPTIMIZERS_RUN = ("adamw", "adamw-bf16", "adamw-8bit", "sgd", "lion")
+OPTIMIZERS_RUN = ("adamw", "adamw-bf16", "adamw-8bit", "sgd", "lion", "muon")
 """Optimizers whose updates engine/updates.py has, which loads torch."""
 _WIDEST_HEAD = 256
 """Largest number of features of a head that flash-attn 2 supports."""
