@@ -17,6 +17,7 @@ from shardwright.types import (
     SequenceParallel,
 )
 from shardwright_search.advise.choices import RULES, plan_of_rule, reading_of
+from shardwright_search.advise.leaner_plans import ways_to_fit
 from shardwright_search.advise.question import question_of
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.options import AdviseOptions
@@ -335,3 +336,24 @@ def test_another_batch_of_galvatron_is_told_where_times_of_a_sample_are_compared
     (tmp_path / "a.json").write_text(json.dumps({**file, "pp_deg": 10**12}))
     with pytest.raises(BadInput, match="pp_deg"):
         reading_of(str(tmp_path / "a.json"), _setting())
+
+
+def test_a_choice_that_does_not_fit_is_changed_until_it_does_and_the_time_is_that_of_the_changed_one():
+    """One lever is enough in a mild case; in a hard one all are pulled, and nothing is claimed of what stays too large.
+
+    The price in time is the changed plan's, as if it had been given itself.
+    """
+    for gib, choice, changed in (
+        (40, "tp=4,mbs=8,zero=1", "tp=4,mbs=2,zero=1"),
+        (20, "tp=2,mbs=8,zero=1", "tp=2,mbs=4,zero=3,recompute=full"),
+    ):
+        question = _question(gpus="1x8:A100-40", batch=64, budget_gib=gib)
+        mine, leaner = (reading_of(text, question.setting).plan for text in (choice, changed))
+        before, after = (evaluate(plan, question.profiles).estimate for plan in (mine, leaner))
+        assert not question.fits(mine, before) and question.fits(leaner, after)
+        ways = list(ways_to_fit(question, mine))
+        ratio = after.simulated_step_time_s / before.simulated_step_time_s
+        brings = f": fits, {after.simulated_step_time_s:.4g} s a step, {ratio:.2f} times its time"
+        (fitting,) = (way for way in ways if way.endswith(brings))
+        assert fitting.startswith("smaller micro-batches" if gib == 40 else "all of these"), ways
+        assert any("still exceeds the budget by" in way for way in ways)

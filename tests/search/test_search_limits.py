@@ -113,6 +113,20 @@ def test_a_limit_in_cpu_time_is_not_used_up_by_waiting():
     assert process_time() - began > 0.05
 
 
+@pytest.mark.parametrize("limit_s, alarm", [(CpuSeconds(0.1), signal.SIGPROF), (0.1, signal.SIGALRM)])
+def test_a_timer_that_is_ahead_of_its_clock_stops_nothing_before_the_deadline(limit_s, alarm):
+    """The timer of CPU time counts ticks: on some machines it was 4 % ahead, which looked as if Ctrl-C had come."""
+
+    def work():
+        with stopped_at(until(600.0)):
+            signal.raise_signal(alarm)
+            spin()
+
+    deadline = until(limit_s)
+    assert not ended(work, deadline)
+    assert left(deadline) < 0.001
+
+
 @pytest.mark.parametrize("outer, inner", [(CpuSeconds(0.05), 600.0), (0.05, CpuSeconds(600))])
 def test_limits_of_both_clocks_hold_in_one_another(outer, inner):
     ends = []

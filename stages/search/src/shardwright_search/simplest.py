@@ -23,8 +23,9 @@ from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.search import SearchAnswer
 from shardwright_search.simulation.simulator import has_timeline
 from shardwright_search.solver.interleaved import Interleaved
+from shardwright_search.solver.interleaved_problem import InterleavedProblem
 from shardwright_search.solver.partition import Pipeline
-from shardwright_search.solver.problem import DeviceGroup, Options, Solution
+from shardwright_search.solver.problem import DeviceGroup, Options, Problem, Solution
 from shardwright_search.solver.quick_bounds import Relaxed
 from shardwright_search.solver.stage_options import GroupCosts
 from shardwright_search.solver.stopping import CpuSeconds, latest, until
@@ -32,7 +33,8 @@ from shardwright_search.solver.targets import Solvable, Target
 from shardwright_search.space.budget import Infeasible, budgets_of, over_bytes
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
-from shardwright_search.space.request import SearchRequest
+from shardwright_search.space.request import SearchRequest, StageWidths
+from shardwright_search.space.uniform_bounds import UniformBounds
 from shardwright_search.step.cached_method import cached_method
 from shardwright_search.step.pareto import Ints, Numbers
 
@@ -168,6 +170,7 @@ class _Trials:
         self._instance, self._fits = answer.instance, fits
         self._bounds = answer.bounds[:_MAX_CONFIGURATIONS]
         self._known = tuple(dict.fromkeys(answer.chosen.plan.layers))
+        self._uniform = UniformBounds(answer.instance)
 
     def best(self, count: int, limit: float) -> Iterator[_Found]:
         """Yield the best plan so far of so many strategies of blocks with a score up to a limit."""
@@ -178,8 +181,8 @@ class _Trials:
         while tried and tried[0][0] < known:
             bound, _, target, limited = heappop(tried)
             if limited is None:
-                for each in self._limited(target.configuration, count):
-                    heappush(tried, (max(bound, target.score(each.solvable.relaxed_bound_ps)), number, target, each))
+                for least_ps, each in self._limited(target.configuration, count):
+                    heappush(tried, (max(bound, target.score(least_ps)), number, target, each))
                     number += 1
                 continue
             for priced in limited.solvable.solve_below(target.time_ps(known), _AT_ONCE, lambda _: None):
@@ -189,20 +192,32 @@ class _Trials:
                     yield _Found(known, candidate)
                     break
 
-    def _limited(self, configuration: Configuration, count: int) -> Iterator["_Limited"]:
-        """Yield a configuration limited to each promising choice of strategies that all its types have."""
-        for choice in self._promising(configuration, count):
-            limited = _Limited(self._instance, configuration, choice)
-            if limited.is_possible:
-                yield limited
+    def _limited(self, configuration: Configuration, count: int) -> Iterator[tuple[float, "_Limited"]]:
+        """Yield a bound and the configuration limited to each promising choice of strategies that all its types have.
 
-    def _promising(self, configuration: Configuration, count: int) -> Iterator[tuple[LayerStrategy, ...]]:
+        Plans of one strategy on stages of one width are bounded all at once.
+        """
+        whole = _Whole(self._instance, configuration)
+        is_free = configuration == configuration._replace(layers=None, outer=None, buffer_tokens=None)
+        if count == 1 and is_free and configuration.widths is StageWidths.EQUAL:
+            shared = self._instance.choices.layer_strategies(configuration)
+            for strategy, bound_ps in zip(shared, self._uniform.bounds_ps(configuration, None).tolist(), strict=True):
+                if bound_ps < inf:
+                    yield bound_ps, _Limited(whole, (strategy,))
+            return
+        for choice in self._promising(whole, count):
+            limited = _Limited(whole, choice)
+            if limited.is_possible:
+                yield limited.solvable.relaxed_bound_ps, limited
+
+    def _promising(self, whole: "_Whole", count: int) -> Iterator[tuple[LayerStrategy, ...]]:
         """Yield each choice of strategies: of one all, of two pairs of those that are fast for what they hold."""
-        strategies, options = _strategies(self._instance, configuration)
+        strategies, options = whole.most_choices
         if count == 1:
             yield from ((each,) for each in strategies)
             return
-        held = options.state_bytes + options.late_bytes + options.activation_bytes * configuration.in_flight(0)
+        held = options.state_bytes + options.late_bytes
+        held = held + options.activation_bytes * whole.configuration.in_flight(0)
         rows = [row for row, each in enumerate(strategies) if each in self._known]
         rows += [row for row in _front(options.time_ps, held) if row not in rows]
         yield from combinations([strategies[row] for row in rows[:_MAX_STRATEGIES]], count)
@@ -218,59 +233,67 @@ def _front(time_ps: Numbers, held: Numbers) -> list[int]:
     return rows
 
 
-def _strategies(instance: Instance, configuration: Configuration) -> tuple[Sequence[LayerStrategy], Options]:
-    """Return the strategies of the type of most choices, and what they cost on the first stage's ranks."""
-    group = _group(instance, configuration)
-    by_type = _by_type(instance, configuration, group.width)
-    name = max(dict.fromkeys(instance.costs.model.layers), key=lambda each: len(by_type[each]))
-    return by_type[name], group.options[instance.prices.types.index(name)]
+class _Whole:
+    """A configuration with all its options, by their strategies."""
 
+    def __init__(self, instance: Instance, configuration: Configuration) -> None:
+        self.instance, self.configuration = instance, configuration
+        self.problem: Problem | InterleavedProblem
+        if configuration.num_chunks > 1:
+            self.problem = instance.interleaved_problem(configuration)
+        else:
+            self.problem = instance.problem(configuration)
 
-def _group(instance: Instance, configuration: Configuration) -> DeviceGroup:
-    if configuration.num_chunks > 1:
-        return instance.interleaved_problem(configuration).group
-    return instance.problem(configuration).device_groups[0]
+    @property
+    def groups(self) -> tuple[DeviceGroup, ...]:
+        """The device groups that stages may be on."""
+        return (self.problem.group,) if isinstance(self.problem, InterleavedProblem) else self.problem.device_groups
 
+    @property
+    def most_choices(self) -> tuple[Sequence[LayerStrategy], Options]:
+        """The strategies of the type of most choices, and what they cost on the first stage's ranks."""
+        group, types = self.groups[0], self.instance.prices.types
+        name, numbers = max(self.numbers(group.width).items(), key=lambda each: len(each[1]))
+        return tuple(numbers), group.options[types.index(name)]
 
-def _by_type(instance: Instance, configuration: Configuration, width: int) -> dict[str, Sequence[LayerStrategy]]:
-    """Return the strategies of blocks by type, in the order of the options."""
-    shardings = instance.choices.layers.shardings(instance.choices.choice(configuration))
-    names = dict.fromkeys(instance.costs.model.layers)
-    return {name: tuple(s for s in shardings.of_type(name, width) if isinstance(s, LayerStrategy)) for name in names}
+    @cached_method
+    def numbers(self, width: int) -> dict[str, dict[LayerStrategy, int]]:
+        """Return the number of the option that each strategy of a block is, by type, on stages of a width."""
+        shardings = self.instance.choices.layers.shardings(self.instance.choices.choice(self.configuration))
+        names = dict.fromkeys(self.instance.costs.model.layers)
+        of_types = ((name, shardings.of_type(name, width)) for name in names)
+        return {
+            name: {each: number for number, each in enumerate(of_type) if isinstance(each, LayerStrategy)}
+            for name, of_type in of_types
+        }
 
 
 class _Limited:
     """A configuration whose blocks have a few strategies to choose from."""
 
-    def __init__(self, instance: Instance, configuration: Configuration, choice: Sequence[LayerStrategy]) -> None:
-        self._instance, self._configuration, self._choice = instance, configuration, choice
-        if configuration.num_chunks > 1:
-            self._interleaved = instance.interleaved_problem(configuration)
-            self._groups: tuple[DeviceGroup, ...] = (self._interleaved.group,)
-        else:
-            self._problem = instance.problem(configuration)
-            self._groups = self._problem.device_groups
+    def __init__(self, whole: _Whole, choice: Sequence[LayerStrategy]) -> None:
+        self._whole, self._choice = whole, choice
 
     @property
     def is_possible(self) -> bool:
         """Return whether each type of block has one of the strategies on stages of each width."""
-        return all(len(rows) for group in self._groups for rows in self._rows(group.width).values())
+        return all(len(rows) for group in self._whole.groups for rows in self._rows(group.width).values())
 
     @cached_property
     def solvable(self) -> Solvable:
         """The configuration with these options only."""
-        if self._configuration.num_chunks > 1:
-            return Interleaved(replace(self._interleaved, group=self._narrowed(self._groups[0])))
-        groups = tuple(map(self._narrowed, self._groups))
-        return Pipeline(replace(self._problem, device_groups=groups), cache(GroupCosts), Relaxed())
+        groups, problem = tuple(map(self._narrowed, self._whole.groups)), self._whole.problem
+        if isinstance(problem, InterleavedProblem):
+            return Interleaved(replace(problem, group=groups[0]))
+        return Pipeline(replace(problem, device_groups=groups), cache(GroupCosts), Relaxed())
 
     def whole(self, solution: Solution) -> Solution:
         """Return a solution with the numbers of all options."""
-        layers, options = self._instance.types_of_layers, list(solution.options)
+        layers, options = self._whole.instance.types_of_layers, list(solution.options)
         stage = 0
         for place, kind in enumerate(layers):
             stage += place == solution.ends[stage]
-            rows = self._rows(self._groups[solution.device_groups[stage]].width)
+            rows = self._rows(self._whole.groups[solution.device_groups[stage]].width)
             options[place] = int(rows[kind][options[place]]) if kind in rows else options[place]
         return solution._replace(options=tuple(options))
 
@@ -282,15 +305,8 @@ class _Limited:
     @cached_method
     def _rows(self, width: int) -> dict[int, Ints]:
         """Return the options of each type of block that have one of the strategies, on stages of a width."""
-        layers, types = self._instance.choices.layers, self._instance.prices.types
-        return {
-            types.index(name): np.array(
-                [
-                    row
-                    for row, each in enumerate(all_)
-                    if any(each == layers.as_type(one, name) for one in self._choice)
-                ],
-                np.int64,
-            )
-            for name, all_ in _by_type(self._instance, self._configuration, width).items()
-        }
+        instance, rows = self._whole.instance, dict[int, Ints]()
+        for name, numbers in self._whole.numbers(width).items():
+            wanted = (numbers.get(instance.choices.layers.as_type(one, name)) for one in self._choice)
+            rows[instance.prices.types.index(name)] = np.array(sorted({n for n in wanted if n is not None}), np.int64)
+        return rows

@@ -14,6 +14,7 @@ from shardwright.models.context import plan_obstacle
 from shardwright.types import GIB, Estimate, Plan
 from shardwright.types.dispatcher import Dispatcher
 from shardwright.types.model_profile import ExchangeRow
+from shardwright_search.advise.leaner_plans import ways_to_fit
 from shardwright_search.advise.question import Question
 from shardwright_search.advise.targeted import Within
 from shardwright_search.candidates import Candidate
@@ -378,6 +379,7 @@ def _against(question: Question, plan: Plan, estimate: Estimate, choice: PricedC
     yield f"  yours takes {ratio:.2f} times the time, {abs(more):.1f} GiB {'more' if more >= 0 else 'less'}"
     if lacks > 0:
         yield f"  it does not fit: it exceeds {question.budget_words} by {lacks / GIB:.2f} GiB a rank"
+        yield from (f"    {way}" for way in ways_to_fit(question, other))
     yield "  here is what differs, best plan → yours:"
     yield from (f"    {line}" for line in plan_differences(plan, other) or ("nothing that is done",))
     changes = sorted(time_changes(plan, estimate, other, there), key=lambda change: -abs(change.binding.gain))

@@ -1,12 +1,12 @@
 """What would make a model fit that does not: more memory or nodes, other formats, LoRA, shorter samples, less batch."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, count, dropwhile
 from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -29,32 +29,47 @@ _MOST_TIMES_NODES = 64
 _MOST_BUDGETS = 4
 _RANK = 16
 _STEP_GIB = 0.01
+_IN_A_NODE = 8
+_NETWORK, _ASSUMED_GBIT_S = "--inter-node-gbit-s", "100"
+"""The option of a network, and what is tried where that of a device's nodes is not known."""
 Search = Callable[[Question, float], SearchAnswer | Infeasible]
 
 
+Changes = Mapping[str, Any]
+"""Options that are changed, by the names of their fields."""
+
+
 class _Way(NamedTuple):
-    """A change that may make a model fit: what it is called, its option, and the sizes that are tried in turn."""
+    """A change that may make a model fit."""
 
     name: str
-    tries: Callable[[], Iterator[tuple[str, AdviseOptions]]]
-    """The option and the changed question, the one that is wanted most first."""
+    tries: tuple[tuple[str, Changes], ...]
+    """The option as it is written, and what it changes: the one that is wanted most first, the leanest last."""
 
 
 def ways_out(options: AdviseOptions, question: Question, lacking: Infeasible, search: Search) -> Iterator[str]:
     """Yield a line for each way: what fits and what a step then takes, what it brings, or that there was no time.
 
-    Each search has `_EACH_S`, and all together `_LIMIT_S` or the asked time limit, in CPU seconds.
+    Each search has `_EACH_S`, and all together `_LIMIT_S` or the asked time limit, in CPU seconds. If no way is enough,
+    several together have as much time again.
     """
     asked = replace(options, batch=question.request.global_batch_size, html=None, out=None, launch=None)
-    limit_s, late = min(_LIMIT_S, options.time_limit), list[str]()
+    limit_s, late, found = min(_LIMIT_S, options.time_limit), list[str](), list[SearchAnswer]()
     deadline = until(CpuSeconds(limit_s))
-    yield from _larger_budget(asked, question, lacking, search, deadline)
-    yield from _more_nodes(asked, question, lacking, search, deadline)
+
+    def noting(changed: Question, limit_s: float) -> SearchAnswer | Infeasible:
+        answer = search(changed, limit_s)
+        found.extend([answer] if isinstance(answer, SearchAnswer) else [])
+        return answer
+
+    yield from _larger_budget(asked, question, lacking, noting, deadline)
+    yield from _more_nodes(asked, question, lacking, noting, deadline)
     with TemporaryDirectory() as folder:
-        for way in _ways(asked, question, Path(folder)):
+        ways = tuple(_ways(asked, question, Path(folder)))
+        for way in ways:
             words = None
-            for option, changed in way.tries():
-                outcome = _outcome(changed, search, deadline)
+            for option, changes in way.tries:
+                outcome = _outcome(replace(asked, **changes), noting, deadline)
                 if outcome is None:
                     late.append(option)
                     break
@@ -62,57 +77,94 @@ def ways_out(options: AdviseOptions, question: Question, lacking: Infeasible, se
                 if isinstance(outcome, SearchAnswer):
                     break
             yield from [] if words is None else [words]
+        if not found:
+            yield from _together(asked, question, ways, lacking, search, until(CpuSeconds(limit_s)))
     if options.target is None:
         yield _by_recomputing(question, lacking, search, deadline)
     if late:
         yield f"not decided in the {limit_s:g} CPU seconds for this: {', '.join(late)}"
 
 
+def _together(
+    asked: AdviseOptions,
+    question: Question,
+    ways: Sequence[_Way],
+    lacking: Infeasible,
+    search: Search,
+    deadline: float,
+) -> Iterator[str]:
+    """Yield the first of several ways together that fits: those that train all, those with LoRA, and on more GPUs."""
+    leanest = [way.tries[-1] for way in ways]
+    trained = [(option, changes) for option, changes in leanest if "lora" not in changes]
+    low_rank = [(option, changes) for option, changes in leanest if not changes.keys() & {"parameters", "optimizer"}]
+    for taken in (trained, low_rank, *([*low_rank, more] for more in _more_gpus(asked, question))):
+        changes = {name: value for _, each in taken for name, value in each.items()}
+        outcome = _outcome(replace(asked, **changes), search, deadline)
+        if isinstance(outcome, SearchAnswer):
+            yield f"{' '.join(option for option, _ in taken)} (together): {_brings(outcome, lacking)}"
+            return
+
+
+def _more_gpus(asked: AdviseOptions, question: Question) -> Iterator[tuple[str, Changes]]:
+    """Yield ever more GPUs of the first node type: up to eight in a node, then up to eight times the nodes."""
+    group, device = question.cluster.nodes[0], asked.gpus.rpartition(":")[2]
+    per_node = question.cluster.node_types[group.node_type].devices_per_node
+    within = [(group.count, per_node * factor) for factor in (2, 4, 8) if per_node * factor <= _IN_A_NODE]
+    for nodes, each in (*within, *((group.count * factor, max(per_node, _IN_A_NODE)) for factor in (2, 4, 8))):
+        gpus = f"{nodes}x{each}:{device}"
+        yield f"--gpus {gpus}", {"gpus": gpus}
+
+
 def _ways(asked: AdviseOptions, question: Question, folder: Path) -> Iterator[_Way]:
     """Yield the ways that the options leave open."""
     if asked.uniform:
-        yield _Way(
-            "another strategy for each layer", lambda: iter([("without --uniform", replace(asked, uniform=False))])
-        )
+        yield _Way("another strategy for each layer", (("without --uniform", {"uniform": False}),))
     if asked.parameters is None and asked.formats.parameters == "float32" and asked.precision == "bfloat16":
-        changed = replace(asked, parameters="bfloat16")
-        yield _Way("parameters and states in bfloat16", lambda: iter([("--parameters bfloat16", changed)]))
+        yield _Way("parameters and states in bfloat16", (("--parameters bfloat16", {"parameters": "bfloat16"}),))
     if asked.optimizer == ("adamw",) and asked.target is None:
-        yield _Way(
-            "moments in 8 bits", lambda: iter([("--optimizer adamw-8bit", replace(asked, optimizer=("adamw-8bit",)))])
-        )
+        yield _Way("moments in 8 bits", (("--optimizer adamw-8bit", {"optimizer": ("adamw-8bit",)}),))
     if asked.lora is None and not asked.frozen and not asked.mtp:
         config = {"peft_type": "LORA", "r": _RANK, "lora_alpha": _RANK, "target_modules": "all-linear"}
         (folder / "adapter_config.json").write_text(json.dumps(config))
-        low_rank = replace(asked, lora=folder)
-        tries = [("--lora FOLDER", low_rank), ("--lora FOLDER --base 4bit", replace(low_rank, base="4bit"))]
-        yield _Way(f"LoRA, rank {_RANK} on all Linear modules", lambda: iter(tries))
+        tries = ("--lora FOLDER", {"lora": folder}), ("--lora FOLDER --base 4bit", {"lora": folder, "base": "4bit"})
+        yield _Way(f"LoRA, rank {_RANK} on all Linear modules", tries)
     elif asked.base is None and asked.lora is not None:
-        yield _Way("frozen matrices in 4 bits", lambda: iter([("--base 4bit", replace(asked, base="4bit"))]))
+        yield _Way("frozen matrices in 4 bits", (("--base 4bit", {"base": "4bit"}),))
     length = question.model.sequence_length
-    shorter = [(f"--seq {length // part}", replace(asked, seq=length // part)) for part in (2, 4, 8) if length >= part]
-    yield _Way("shorter samples", lambda: iter(shorter))
+    if lengths := [length // part for part in (2, 4, 8) if length >= part]:
+        yield _Way("shorter samples", tuple((f"--seq {each}", {"seq": each}) for each in lengths))
     assert asked.batch is not None
-    batches = divisors(asked.batch)[-2::-1][:3]
-    if batches:
-        yield _Way("a smaller batch", lambda: ((f"--batch {size}", replace(asked, batch=size)) for size in batches))
+    if batches := divisors(asked.batch)[-2::-1][:3]:
+        yield _Way("a smaller batch", tuple((f"--batch {size}", {"batch": size}) for size in batches))
 
 
 def _outcome(options: AdviseOptions, search: Search, deadline: float) -> SearchAnswer | Infeasible | BadInput | None:
-    """Return what is found of changed options, or why they are refused; None: it was not found in time."""
-    left_s = left(deadline) or 0.0
-    if left_s <= 0:
+    """Return what is found of changed options, or why they are refused; None: it was not found in time.
+
+    The answer is that of the usual budget where that is found, as `advise` itself gives it.
+    """
+    if (left(deadline) or 0.0) <= 0:
         return None
     try:
         question = question_of(options)
         whole = question if options.budget_gib is not None else question.whole
         if (missing := _states_beyond_budget(whole)) > 0:
             return Infeasible("", missing, min(whole.budgets.values()) + missing, exact=False)
-        return search(whole, CpuSeconds(min(_EACH_S, left_s)))
-    except StoppedEarly:
-        return None
+        answer = _found(whole, search, deadline)
+        if isinstance(answer, SearchAnswer) and whole is not question:
+            usual = _found(question, search, deadline)
+            return usual if isinstance(usual, SearchAnswer) else answer
+        return answer
     except BadInput as refused:
         return refused
+
+
+def _found(question: Question, search: Search, deadline: float) -> SearchAnswer | Infeasible | None:
+    """Return the answer to a question; None: it was not found in time."""
+    try:
+        return search(question, CpuSeconds(min(_EACH_S, left(deadline) or 0.0)))
+    except StoppedEarly:
+        return None
 
 
 def _brings(outcome: SearchAnswer | Infeasible | BadInput, lacking: Infeasible) -> str:
@@ -189,9 +241,14 @@ def _more_nodes(
     for number in numbers:
         changed = replace(asked, gpus=f"{number}x{per_node}:{device}")
         outcome = _outcome(changed, search, deadline) if number <= first * _MOST_TIMES_NODES else None
+        network = ""
+        if isinstance(outcome, BadInput) and outcome.args[0] == _NETWORK:
+            network = f" {_NETWORK} {_ASSUMED_GBIT_S}"
+            outcome = _outcome(replace(changed, inter_node_gbit_s=_ASSUMED_GBIT_S), search, deadline)
         if isinstance(outcome, SearchAnswer):
             kind = "the fewest nodes" if fewest and number < first + _NEXT else "enough nodes, maybe not the fewest"
-            yield f"--gpus {changed.gpus} ({kind}): {_brings(outcome, lacking)}"
+            kind += ", joined at so much" if network else ""
+            yield f"--gpus {changed.gpus}{network} ({kind}): {_brings(outcome, lacking)}"
             return
         if isinstance(outcome, BadInput):
             # Such a number of nodes divides nothing, or is not known at all: the next one may be possible.

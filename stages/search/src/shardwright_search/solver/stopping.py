@@ -21,6 +21,8 @@ _AGAIN_S = 1.0
 _SOON_S = 0.01
 """Delay until it fires again if a block was about to begin or end."""
 _AT_ONCE_S = 1e-6
+_EARLY_S = 1e-3
+"""How much too early a timer may fire: that of CPU time counts whole ticks, and is up to 5 % ahead of the clock."""
 
 
 class CpuSeconds(float):
@@ -110,6 +112,7 @@ class stopped_at:
 
     def __init__(self, deadline: float) -> None:
         self._deadline, self._clock, self.fired = deadline, _clock_of(deadline), False
+        self.ends = deadline
 
     def __enter__(self) -> None:
         if self._deadline == inf:
@@ -121,10 +124,12 @@ class stopped_at:
         if self._deadline <= self._began:
             raise Stopped
         self._outer_s, self._outer_again_s = getitimer(timer)
+        outer = _block_of(self._clock)
+        outer_ends = self._began + self._outer_s if outer is None else outer.ends
         self._outer = signal(alarm, self._stop)
-        left_s = self._deadline - self._began
-        self._outer_is_first = 0 < self._outer_s < left_s
-        setitimer(timer, self._outer_s if self._outer_is_first else left_s, _AGAIN_S)
+        self._outer_is_first = self._outer_s > 0 and outer_ends < self._deadline
+        self.ends = outer_ends if self._outer_is_first else self._deadline
+        setitimer(timer, max(_AT_ONCE_S, self.ends - self._began), _AGAIN_S)
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if self._deadline != inf:
@@ -149,6 +154,10 @@ class stopped_at:
             outer.fired = True
 
     def _stop(self, alarm: int, frame: FrameType | None) -> None:
+        left_s = self.ends - self._clock.now()
+        if left_s > _EARLY_S:
+            setitimer(self._clock.timer, left_s, _AGAIN_S)
+            return
         while frame is not None:
             if frame.f_code in _LIMITS:
                 setitimer(self._clock.timer, _SOON_S, _AGAIN_S)

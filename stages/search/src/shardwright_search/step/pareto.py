@@ -14,6 +14,8 @@ Ints = NDArray[np.int64]
 
 
 _BLOCK = 256
+_AT_ONCE = 128
+"""Rows of a front that others are compared with at once."""
 _SWEPT = 100_000
 """Pairs of rows from which on a sweep takes the place of comparing them one by one."""
 _EARLIER = np.triu(np.ones((_BLOCK, _BLOCK), bool), 1)
@@ -79,23 +81,19 @@ def _front_of_three(second: list[float], third: list[float], beats: Iterable[boo
 
 
 def _front_of_many(rows: NDArray[Any]) -> Ints:
-    """Return `_front`, block by block, of rows without their first column, which is sorted and need not be compared."""
-    front = np.empty(rows.shape, rows.dtype)
-    kept: list[Ints] = []
-    size = 0
-    for start in range(0, len(rows), _BLOCK):
-        block = rows[start : start + _BLOCK]
-        alive = np.flatnonzero(~beaten(front[:size], block))
-        block = block[alive]
-        inner = _EARLIER[: len(block), : len(block)].copy()
-        for column in block.T:
-            inner &= column[:, None] <= column
-        final = ~inner.any(0)
-        count = int(final.sum())
-        front[size : size + count] = block[final]
-        size += count
-        kept.append(start + alive[final])
-    return np.concatenate(kept)
+    """Return `_front` of rows without their first column, which is sorted and need not be compared.
+
+    No row of the later half beats one of the earlier, so the front of the earlier half is final, and of that of the
+    later half remains what the earlier one does not beat (Kung, Luccio and Preparata 1975).
+    """
+    if len(rows) <= _BLOCK:
+        is_beaten = _EARLIER[: len(rows), : len(rows)].copy()
+        for column in rows.T:
+            is_beaten &= column[:, None] <= column
+        return np.flatnonzero(~is_beaten.any(0))
+    middle = len(rows) // 2
+    first, later = _front_of_many(rows[:middle]), middle + _front_of_many(rows[middle:])
+    return np.concatenate([first, later[~beaten(rows[first], rows[later])]])
 
 
 def beaten_alike(front: NDArray[Any], block: NDArray[Any], keys: tuple[Ints, Ints]) -> NDArray[np.bool_]:
@@ -113,9 +111,12 @@ def beaten(front: NDArray[Any], block: NDArray[Any]) -> NDArray[np.bool_]:
     """Return which rows of a block some row of a front matches or beats."""
     if front.shape[1] == 3 and len(front) * len(block) > _SWEPT:
         return _beaten_of_three(front, block)
-    is_beaten = np.zeros(len(block), bool)
-    for start in range(0, len(front), 16 * _BLOCK):
-        is_beaten |= _no_worse(front[start : start + 16 * _BLOCK], block).any(0)
+    left = np.arange(len(block))
+    for start in range(0, len(front), _AT_ONCE):
+        # What is beaten already is compared no more.
+        left = left[~_no_worse(front[start : start + _AT_ONCE], block[left]).any(0)]
+    is_beaten = np.ones(len(block), bool)
+    is_beaten[left] = False
     return is_beaten
 
 
