@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def run_commands(name: str, config: Mapping[str, Any], place: Path) -> Files:
-    """The steps of docs/first-plan.md for one search of the configuration, in a folder of its own."""
+    """The commands for one search of the configuration, in a folder of its own."""
     folder = place / name
     folder.mkdir()
     search, model, cluster, settings = _documents(name, config)

@@ -1,4 +1,4 @@
-"""The configuration, checked and turned into the documents that the stages read.
+"""The configuration, checked and converted to the documents that the stages read.
 
 Everything here is pure: the Snakefile reads the configuration once, asks for a `Workflow` and takes the texts of the
 files to write, what depends on what, and the resources of a job from it.
@@ -64,7 +64,7 @@ class Workflow:
     """Folder of the configuration, in which relative paths are looked for if the working folder lacks them."""
 
     def cluster_json(self, name: str, *, priced: bool = True) -> str:
-        """A cluster's document, without prices for hardware sweeps: another price measures nothing again."""
+        """Return a cluster's document; without prices for hardware measurements, which do not depend on them."""
         return document_text(Cluster, self.cluster(name, priced=priced))
 
     def cluster(self, name: str, *, priced: bool = True) -> Section:
@@ -86,12 +86,12 @@ class Workflow:
         return _canonical({**self.presets[name]["config"], **overrides})
 
     def sequence_length(self, model: str) -> int:
-        """The number of tokens of one sample."""
+        """Return the number of tokens of one sample."""
         settings = self.settings.models[model]
         return int(settings.sequence_length or self.presets[model]["sequence_length"])
 
     def profile_of(self, model: str) -> Profile:
-        """The profile settings of a model."""
+        """Return the profile settings of a model."""
         return self.settings.profiles[self.settings.models[model].profile]
 
     def analytic_models(self) -> str:
@@ -125,7 +125,7 @@ class Workflow:
         return spelled_options({"name": model, "sequence_length": length or self.sequence_length(model), **trained})
 
     def described(self, model: str) -> list[str]:
-        """The descriptions of a model at each length that it is profiled at, first at its sequence length."""
+        """Return the descriptions of a model at each profiled length, its own sequence length first."""
         _, *lengths = self.profile_of(model).lengths(self.sequence_length(model))
         return [f"results/models/{name}.json" for name in (model, *(f"{model}@{length}" for length in lengths))]
 
@@ -144,7 +144,7 @@ class Workflow:
         return spelled_options({key: self._located(key, value) for key, value in entry.items() if key not in without})
 
     def _located(self, key: str, value: object) -> object:
-        """A value of the configuration; for a path that the working folder lacks, the path next to the file."""
+        """Return a value of the configuration; a path that does not exist is looked up next to the configuration."""
         beside = key in _PATHS and not Path(str(value)).exists() and (self.folder / str(value)).exists()
         return os.path.relpath(self.folder / str(value)) if beside else value
 
@@ -153,7 +153,7 @@ class Workflow:
         return self.options("clusters", cluster, ("nodes", "hardware", "hardware_time_budget_s", "all_nodes_here"))
 
     def corrections_of(self, search: str) -> list[str]:
-        """The correction file that a search is given, in a list that is empty without one."""
+        """Return the correction file of a search, in a list that is empty without one."""
         source = self.settings.searches[search].correction
         return [] if source is None else [f"results/corrections/{source}.json"]
 
@@ -163,7 +163,7 @@ class Workflow:
         return [f"results/profiles/{search.model}@{node_type}.h5" for node_type in node_types]
 
     def copied_from(self, run: str) -> str | None:
-        """The folder whose tokenizer belongs to a run's model: its weights', else its data's, or None."""
+        """Return the folder of the tokenizer for a run's model: its weights', else its data's, or None."""
         entry = self.settings.runs[run]
         if entry.weights is not None:
             return str(self._located("weights", str(entry.weights)))
@@ -183,7 +183,7 @@ class Workflow:
         return options if valid is None else [*options, "--valid-data", self.data_folder(valid)]
 
     def parents_of(self, run: str) -> list[str]:
-        """The checkpoint that a run branches from, as `run_options` has it; an empty list for other runs."""
+        """Return the checkpoint that a run branches from, as in `run_options`; an empty list for other runs."""
         parent = self.settings.runs[run].resume_from
         return [] if parent is None else [str(self._located("resume_from", str(parent)))]
 
@@ -208,11 +208,11 @@ class Workflow:
         return max((self.settings.data[part].vocab_size or 0 for part in parts), default=0)
 
     def _parts(self, name: str) -> tuple[str, ...]:
-        """The entries that a name stands for: itself, those of a blend, none for random samples."""
+        """Return the data entries behind a name: itself, a blend's parts, or none for random samples."""
         return () if name == RANDOM else tuple(self.settings.data[name].blend or (name,))
 
     def blend_json(self, name: str) -> str:
-        """The document of a blend."""
+        """Return the document of a blend."""
         from shardwright_train.data.sampling import BlendedData
 
         weights = {
@@ -228,7 +228,7 @@ class Workflow:
         return any_of(folder_of_data(self.settings, name) for name in names)
 
     def measured_searches(self) -> tuple[str, ...]:
-        """The searches whose plan and runners-up are measured: the requested ones, and those on which others depend."""
+        """Return the searches whose plans are measured: the requested ones, and those on which others depend."""
         needed = {*self.settings.validate.searches, *(each.correction for each in self.settings.searches.values())}
         return tuple(name for name in self.settings.searches if name in needed)
 
@@ -243,11 +243,11 @@ class Workflow:
         return components_of(self.settings.clusters[cluster], self.settings.node_types)
 
     def one_node(self, node_type: str) -> tuple[Component, ...]:
-        """The components of a job on one node."""
+        """Return the components of a job on one node."""
         return (Component(1, self.settings.node_types[node_type].slurm),)
 
     def resource_names(self) -> tuple[str, ...]:
-        """The names of the resources that some job asks for.
+        """Return the names of the resources that any job requests.
 
         The optional ones are left out if no node type has them, so that a default of the cluster's profile holds.
         """
@@ -326,7 +326,7 @@ def _option(name: str, key: str, value: object) -> list[str]:
 
 
 def document_text(kind: type[Document], content: Section) -> str:
-    """A document of a kind as JSON."""
+    """Return a document of a kind as JSON."""
     return _canonical({"format": kind.FORMAT, "version": kind.VERSION, **content})
 
 

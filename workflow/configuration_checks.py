@@ -82,7 +82,7 @@ def converted(value: object, kind: type[_Type], where: str, file: str) -> _Type:
 
 
 def _words(kind: type) -> tuple[list[str], list[str]]:
-    """All keys and enumeration values of a type and of the types that it contains."""
+    """Return all keys and enumeration values of a type and of the types that it contains."""
     schemas = components(kind).values()
     keys, values = ([each for schema in schemas for each in schema.get(word, ())] for word in ("properties", "enum"))
     return keys, values
@@ -126,7 +126,7 @@ def _check_correction(name: str, search: Search, searches: Mapping[str, Search],
 
 
 def _check_order(config: Configuration, passed: tuple[str, ...], file: str, first: str | None = None) -> None:
-    """Raise BadInput if a search needs itself: by what measured plans taught, or by the run of its load.
+    """Raise BadInput if a search depends on itself, through corrections or through the run of its load.
 
     `first`: the key by which the first of the searches passed needs the second.
     """
@@ -138,7 +138,7 @@ def _check_order(config: Configuration, passed: tuple[str, ...], file: str, firs
 
 
 def _needed(config: Configuration, search: Search) -> Iterator[tuple[str, str]]:
-    """Yield the searches on which another depends, each with the key that says so."""
+    """Yield the searches on which another depends, each with the key that causes it."""
     if search.correction is not None:
         yield "correction", search.correction
     if search.imbalance in config.runs:
@@ -182,7 +182,7 @@ def _check_blend(name: str, blend: Mapping[str, float], settings: Configuration,
 
 
 def read_preset(model: str, choice: ModelChoice, file: str) -> Section:
-    """The `sequence_length` and the `config` of a model's preset or config.json; raises BadInput if it has none."""
+    """Return the `sequence_length` and the `config` of a model's preset or config.json; BadInput if it has none."""
     if choice.config is not None:
         path = _beside(Path(choice.config), Path(file).parent)
         path = path / "config.json" if path.is_dir() else path
@@ -190,7 +190,7 @@ def read_preset(model: str, choice: ModelChoice, file: str) -> Section:
         if not isinstance(config.get("model_type"), str):
             raise BadInput(path, "has no model_type", "give the config.json of a model")
         if (length := length or stated_length(config)) is None:
-            problem = f"models.{model}.sequence_length: {path} does not say how long samples are"
+            problem = f"models.{model}.sequence_length: {path} does not state the sample length"
             raise BadInput(file, problem, "set it, in tokens")
         return {"sequence_length": length, "config": config}
     published = read_presets()
@@ -202,7 +202,7 @@ def read_preset(model: str, choice: ModelChoice, file: str) -> Section:
 
 
 def _beside(path: Path, folder: Path) -> Path:
-    """A path; if the working folder lacks it, the one next to the configuration."""
+    """Return a path; if it does not exist, the one next to the configuration."""
     return path if path.exists() or not (folder / path).exists() else folder / path
 
 
@@ -230,7 +230,7 @@ def check_model_keys(name: str, model: Section, preset: Section, file: str) -> N
 
 
 def _is_alike(value: object, usual: object) -> bool:
-    """Whether a value may replace the usual one: of its type, and a number up to 2^31 - 1, positive like it."""
+    """Return whether a value may replace a default: of its type, and a number up to 2^31 - 1, positive like it."""
     if value is None or usual is None:
         return True
     if isinstance(usual, bool) or not isinstance(usual, int | float):

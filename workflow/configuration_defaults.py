@@ -27,7 +27,7 @@ _REQUIRED = "required"
 
 
 def generated() -> str:
-    """The text of the file."""
+    """Return the text of the file."""
     lines = [_HEAD.rstrip()]
     for field in msgspec.structs.fields(Configuration):
         kind = _kind_of_section(field)
@@ -57,7 +57,7 @@ def _entry(kind: type[msgspec.Struct], indent: str, left_out: dict[str, str]) ->
 
 
 def _lines(field: msgspec.structs.FieldInfo, meanings: dict[str, str], indent: str) -> Iterator[str]:
-    """A key with its default, below its meaning, if its type says one."""
+    """Yield the lines of a key: its documentation as comments, and its default."""
     for words in wrap(meanings.get(field.name, ""), _WIDTH - len(indent)):
         yield f"{indent}# {words}"
     yield f"{indent}{field.name}: {json.dumps(_default(field))}"
@@ -69,7 +69,7 @@ def _default(field: msgspec.structs.FieldInfo) -> Any:  # noqa: ANN401 (JSON)
 
 
 def _meanings(kind: type[msgspec.Struct]) -> dict[str, str]:
-    """The meanings of the fields of a type, those of its bases in other packages included."""
+    """Return the documentation of a type's fields, including bases in other packages."""
     bases = [base for base in reversed(kind.__mro__) if issubclass(base, msgspec.Struct) and base is not msgspec.Struct]
     return {name: meaning for base in bases for name, meaning in field_docs(base).items()}
 

@@ -1,4 +1,4 @@
-"""Files of the configuration as the product reads them: strictly, and without control characters in any text."""
+"""Reading configuration files strictly: without control characters in any text."""
 
 from pathlib import Path
 from typing import Any

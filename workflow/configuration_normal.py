@@ -1,4 +1,4 @@
-"""One spelling of a configuration: what means the same gives the same files and commands, so that it reruns nothing.
+"""The canonical form of a configuration: equal meaning gives equal files and commands, so that nothing reruns.
 
 Keys at their defaults are left out, keys stand in the order of their type, and lists without an order are sorted.
 """
@@ -34,7 +34,7 @@ def normal(config: Mapping[str, Any], settings: Configuration) -> dict[str, Any]
 
 
 def said(value: msgspec.Struct) -> dict[str, Any]:
-    """The fields of a value that differ from their defaults, as a configuration spells them."""
+    """Return the fields of a value that differ from their defaults, in canonical form."""
     defaults = _defaults(type(value))
     spelled = {name: _spelled(name, getattr(value, name)) for name in defaults}
     return {name: inside for name, inside in spelled.items() if inside != defaults[name]}
@@ -43,7 +43,7 @@ def said(value: msgspec.Struct) -> dict[str, Any]:
 # msgspec looks at a type's annotations anew at each call, which took half of the start of Snakemake.
 @cache
 def _defaults(kind: type[msgspec.Struct]) -> Mapping[str, Any]:
-    """The defaults of a type's fields, as a configuration spells them."""
+    """Return the defaults of a type's fields, in canonical form."""
     return {each.name: _spelled(each.name, _default(each)) for each in msgspec.structs.fields(kind)}
 
 
@@ -65,5 +65,5 @@ def _spelled(key: str, value: Any) -> Any:  # noqa: ANN401 (whatever a configura
 
 
 def _rank(value: Any) -> tuple[bool, Any]:  # noqa: ANN401 (a number, a text, a list of numbers, or none)
-    """The key to sort by: numbers by size, texts by the alphabet, kinds as their type lists them, null last."""
+    """Return a sort key: numbers by size, texts alphabetically, enumeration members in order, null last."""
     return value is None, list(type(value)).index(value) if isinstance(value, Enum) else value

@@ -1,4 +1,4 @@
-"""The types of a configuration's sections, made of the types of the files that the stages read.
+"""The types of a configuration's sections.
 
 python workflow/configuration_types.py            # write workflow/schemas/config.schema.json, in the repository's root
 python workflow/configuration_types.py --check    # exit 1 if it is not up to date
@@ -70,7 +70,7 @@ class Source(StrEnum):
 
 
 class Slurm(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The resources that a job on a node asks Slurm for."""
+    """The resources that a job on a node requests from Slurm."""
 
     partition: Word | None = None
     account: Word | None = None
@@ -135,7 +135,7 @@ class ClusterNodes(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def num_nodes(self) -> int:
-        """The number of nodes."""
+        """Return the number of nodes."""
         return sum(group.count for group in self.nodes)
 
     @property
@@ -150,7 +150,7 @@ class ClusterNodes(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class ModelChoice(Value, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """A model: the keys of its Hugging Face configuration may stand next to these."""
+    """A model; keys of its Hugging Face configuration may be added."""
 
     preset: Name | None = None
     """Name of a published model, as `shardwright models` lists them."""
@@ -201,7 +201,7 @@ class Estimate(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Profile(ProfileSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The measurements of a model, and how long they take."""
+    """How a model is measured, and for how long."""
 
     source: Source = Source.MEASURED
     estimate: Estimate | None = None
@@ -308,14 +308,14 @@ DECIDED: dict[str, dict[str, str]] = {
 
 
 def components(kind: type) -> dict[str, dict[str, Any]]:
-    """The JSON Schemas of a type and of the types that it contains, by name."""
+    """Return the JSON Schemas of a type and of the types that it contains, by name."""
     as_text = {"type": "string"}
     _, schemas = msgspec.json.schema_components([kind], schema_hook=lambda _: as_text, ref_template="#/$defs/{name}")
     return schemas
 
 
 def generated() -> str:
-    """The JSON Schema of a configuration, for editors; references between its entries are not in it."""
+    """Return the JSON Schema of a configuration, for editors; it does not check references between entries."""
     schemas = components(Configuration)
     for section, kind in {"searches": Search, "data": Data, "runs": Run}.items():
         for key in DECIDED[section]:

@@ -1,4 +1,4 @@
-"""The environments of the rules, for `snakemake --sdm conda`: what pyproject.toml asks for, as constraints.txt pins it.
+"""The rules' environments for `snakemake --sdm conda`: packages of pyproject.toml, pinned as in constraints.txt.
 
 python workflow/environments.py            # write workflow/envs/*.yaml, in the repository's root
 python workflow/environments.py --check    # exit 1 if they are not up to date
@@ -17,7 +17,7 @@ _WORKFLOW = ("pandas",)
 
 
 def generated(root: Path) -> dict[str, str]:
-    """The text of each file by its path."""
+    """Return the text of each file by its path."""
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (root / "constraints.txt").read_text(), re.MULTILINE))
     versions = {_canonical(name): version for name, version in pins.items()}
@@ -46,7 +46,7 @@ def _text(requirements: Iterable[str], versions: dict[str, str], python: str) ->
 
 
 def _canonical(name: str) -> str:
-    """The name as package indexes compare it."""
+    """Return a package name in the form that package indexes compare."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 

@@ -24,7 +24,7 @@ def load_options(config: Configuration, folder: Path, imbalance: Imbalance | Non
 
 
 def load_sha256(config: Configuration, folder: Path, imbalance: Imbalance | None) -> str:
-    """The hash of a file's load, so that another content reruns what rests on it; empty for other loads."""
+    """Return the hash of a load file, so that searches rerun when it changes; empty for other loads."""
     if not isinstance(imbalance, str) or imbalance in config.runs:
         return ""
     return sha256_of_file(_located(folder, imbalance))
@@ -41,6 +41,6 @@ def check_load(config: Configuration, folder: Path, imbalance: Imbalance | None,
 
 
 def _located(folder: Path, name: str) -> Path:
-    """The path of a file, which may be next to the configuration if the working folder lacks it."""
+    """Return the path of a file; if it does not exist, the one next to the configuration."""
     beside = folder / name
     return Path(os.path.relpath(beside)) if not Path(name).exists() and beside.exists() else Path(name)

@@ -16,7 +16,7 @@ Gibs = Annotated[tuple[Gib | None, ...], Meta(min_length=1)]
 
 
 class Profiles(StrEnum):
-    """The origin of a grid's profiles."""
+    """The source of a grid's profiles."""
 
     REFERENCE = "reference"
     """Published profiles, imported by `snakemake reference`."""
@@ -44,7 +44,7 @@ class MixedCluster(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class PublishedTime(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The step time that others state for their best plan, shown next to ours for the same sizes."""
+    """A published step time of the authors' best plan, shown next to ours for the same sizes."""
 
     cluster: Name
     memory_gib: Gib | None = None

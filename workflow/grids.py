@@ -1,4 +1,4 @@
-"""Grids: models x clusters x memory budgets x batch sizes x search spaces, as config/grids/*.yaml ask for them."""
+"""Grids: models x clusters x memory budgets x batch sizes x search spaces, as requested by config/grids/*.yaml."""
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -37,7 +37,7 @@ class Inputs(NamedTuple):
 
 
 class GridFile:
-    """A grid, with the documents, the commands and the paths of everything that is made for it."""
+    """A grid, with the documents, commands and paths of its files."""
 
     def __init__(self, file: Path, workflow: Workflow) -> None:
         self._workflow = workflow
@@ -52,7 +52,7 @@ class GridFile:
 
     @property
     def is_of_configuration(self) -> bool:
-        """Whether the configuration has the models and clusters that a grid takes from it, if it takes any."""
+        """Return whether the configuration has the models and clusters that the grid refers to."""
         known = self._workflow.settings
         clusters = {cluster for _, cluster in self.pairs} | {front.cluster for front in self.settings.fronts.values()}
         models = {self._described(model) for model in self.settings.models}
@@ -60,7 +60,7 @@ class GridFile:
 
     @cached_property
     def pairs(self) -> tuple[tuple[str, str], ...]:
-        """Every model with each of its clusters."""
+        """Return every model with each of its clusters."""
         return tuple((name, cluster) for name, model in self.settings.models.items() for cluster in model.clusters)
 
     def parts(self, folder: str) -> list[str]:
@@ -84,7 +84,7 @@ class GridFile:
         return {**self.inputs(model, cluster)._asdict(), "load": runs, "sdist": sdist}
 
     def front_waits_for(self, name: str) -> dict[str, Any]:
-        """The inputs of a job that searches a front."""
+        """Return the inputs of a job that searches a front."""
         front = self.settings.fronts[name]
         return {**self.waits_for(front.model, front.cluster), "sdist": []}
 
@@ -102,7 +102,7 @@ class GridFile:
         return self._document(Grid, {"searches": self._cells(model, cluster)[part * _PART : (part + 1) * _PART]})
 
     def answered_parts(self, model: str, cluster: str) -> list[str]:
-        """The answers of the parts of a pair; empty if its searches are so few that one job has all of them."""
+        """Return the files of answers of a pair's parts; empty if one job searches the whole pair."""
         parts = ceil(len(self._cells(model, cluster)) / _PART)
         return [f"{self.folder}/answers/{model}@{cluster}/{part}.json" for part in range(parts) if parts > 1]
 
@@ -122,14 +122,14 @@ class GridFile:
 
     @property
     def published_times_json(self) -> str:
-        """The step times that others state, for the grid's cells and its fronts."""
+        """Return the published step times for the grid's cells and its fronts."""
         models, fronts = self.settings.models.items(), self.settings.fronts.items()
         cells = [{"model": name, **asdict(each)} for name, model in models for each in model.published_times]
         by_nodes = {name: front.published_step_s for name, front in fronts if front.published_step_s}
         return json.dumps({"source": self.settings.source_of_times, "cells": cells, "fronts": by_nodes})
 
     def front_json(self, name: str) -> str:
-        """The search document of a front."""
+        """Return the search document of a front."""
         front = self.settings.fronts[name]
         search = self._search(front.model, name, front.memory_gib, front.global_batch_size, front.space)
         return self._document(SearchRequest, search)
@@ -148,7 +148,7 @@ class GridFile:
         return mixed.nodes_of if mixed else {cluster: self.settings.clusters[cluster].nodes}
 
     def inputs(self, model: str, cluster: str) -> Inputs:
-        """The files that a search of a pair reads."""
+        """Return the files that a search of a pair reads."""
         described = self._described(model)
         if self._is_local:
             node_types = self._workflow.settings.clusters[cluster].node_types
@@ -180,7 +180,7 @@ class GridFile:
         return [*(line for pair in zip((line for _, line in given), priced, strict=True) for line in pair), cells]
 
     def front_words(self, name: str) -> list[str]:
-        """The words of the command that searches a front."""
+        """Return the words of the command that searches a front."""
         front, folder = self.settings.fronts[name], f"{self.folder}/fronts/{name}"
         named = self._named(front.model, front.cluster)
         return ["rent", *spelled_options({**named, "search": f"{folder}.search.json", "out": folder})]
@@ -202,7 +202,7 @@ class GridFile:
             )  # fmt: skip
 
     def _even_plans(self, model: str, cluster: str) -> Iterator[tuple[str, str]]:
-        """The paths of a pair's even plans, one for each batch size, and the commands that make them."""
+        """Yield the paths of a pair's evenly cut plans, one for each batch size, with the commands that make them."""
         entry, files = self.settings.models[model], self.inputs(model, cluster)
         if entry.even is None:
             return
@@ -301,7 +301,7 @@ def _beside(plan: str) -> str:
 
 
 def _ascending(size: tuple[float | None, int]) -> tuple[bool, float, int]:
-    """A key by which budgets ascend, the whole device last, and then batches."""
+    """Return a sort key: by budget, with the whole device last, then by batch size."""
     return size[0] is None, size[0] or 0.0, size[1]
 
 
@@ -311,7 +311,7 @@ def _size_name(memory_gib: float | None, batch: int) -> str:
 
 
 def read_grids(folders: Iterable[Path], workflow: Workflow) -> dict[str, GridFile]:
-    """The grids of the folders' `grids/` by name, except those with models or clusters that are not configured.
+    """Return the grids in the folders' `grids/` by name, except those with models or clusters not configured.
 
     A grid of a later folder replaces an earlier one of its name. Raises BadInput.
     """

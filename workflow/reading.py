@@ -1,4 +1,4 @@
-"""What the rules are read with where no jobs are planned, as `snakemake --lint` does: with Snakemake alone."""
+"""A placeholder configuration for reading the rules without planning jobs, as in `snakemake --lint`."""
 
 import re
 from collections.abc import Iterable
@@ -10,25 +10,25 @@ _NOTHING = "(?!)"
 
 
 def any_of(names: Iterable[str]) -> str:
-    """A regular expression that matches each of some names, and nothing else."""
+    """Return a regular expression that matches exactly these names."""
     return "|".join(map(re.escape, names)) or _NOTHING
 
 
 class Unread:
-    """Stands for a configuration and its files where only rules are read: whatever it is asked for, there is none."""
+    """A placeholder for a configuration and its files, without any entries."""
 
     settings = SimpleNamespace(
         searches={}, runs={}, pictures=(), rerun_on_upgrade=False, validate=SimpleNamespace(steps=0, warmup_steps=0)
     )
 
     def pattern(self, _kind: str = "") -> str:
-        """A regular expression that matches nothing."""
+        """Return a regular expression that matches nothing."""
         return _NOTHING
 
     analytic_models = analytic_clusters = data_pattern = pattern
 
     def names(self) -> tuple[str, ...]:
-        """No names, no files."""
+        """Return no names."""
         return ()
 
     configs = described = imported = measured_searches = profiled_pairs = resource_names = names

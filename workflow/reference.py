@@ -41,7 +41,7 @@ class Reference:
 
     @property
     def sha256(self) -> str:
-        """The SHA-256 of these sources."""
+        """Return the SHA-256 of the sources."""
         return str(self.galvatron["sha256"])
 
     def configs(self) -> list[str]:
@@ -49,7 +49,7 @@ class Reference:
         return [f"{_FOLDER}/models/{name}/config.json" for name in self._described]
 
     def config_json(self, name: str) -> str:
-        """The Hugging Face configuration of a model: its preset's with what differs."""
+        """Return the Hugging Face configuration of a model: its preset's, with the differing keys."""
         return self._config(self._described[name])
 
     def lines(self, batch: str) -> list[str]:
@@ -57,11 +57,11 @@ class Reference:
         return self.describe_lines() if batch == "describe" else self.import_lines()
 
     def described(self) -> list[str]:
-        """The files that the batch `describe` writes."""
+        """Return the files that the batch `describe` writes."""
         return list(outputs(self.describe_lines()))
 
     def imported(self) -> list[str]:
-        """The files that the batch `import` writes."""
+        """Return the files that the batch `import` writes."""
         return list(outputs(self.import_lines()))
 
     def describe_lines(self) -> list[str]:
@@ -75,7 +75,7 @@ class Reference:
         ]
 
     def import_lines(self) -> list[str]:
-        """The commands that import every profile, for `shardwright profile batch`; hardware comes first."""
+        """Return the commands that import every profile, for `shardwright profile batch`; hardware comes first."""
         return [
             *(self._hardware(name, tables) for name, tables in self.galvatron["hardware"].items()),
             *(self._fasop_hardware(name, figures) for name, figures in self._fasop["hardware"].items()),

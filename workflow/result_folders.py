@@ -16,7 +16,7 @@ _DIGITS = 8
 
 
 def folder_of_run(config: Configuration, run: str) -> str:
-    """The name of a run's folders, such as `demo-1a2b3c4d`; the plan is not in it, as a run may change that."""
+    """Return the name of a run's folders, such as `demo-1a2b3c4d`; it does not depend on the plan."""
     return _folder(run, identity_of_run(config, run))
 
 
@@ -26,17 +26,17 @@ def folder_of_data(config: Configuration, name: str) -> str:
 
 
 def runs_by_folder(config: Configuration) -> dict[str, str]:
-    """The names of the runs by folder."""
+    """Return the names of the runs by folder."""
     return {folder_of_run(config, run): run for run in config.runs}
 
 
 def data_by_folder(config: Configuration) -> dict[str, str]:
-    """The names of the data by folder."""
+    """Return the names of the data by folder."""
     return {folder_of_data(config, name): name for name in config.data}
 
 
 def files_of_run(config: Configuration, run: str) -> list[str]:
-    """What a run leaves when it is done: its result and, if it is exported, its model."""
+    """Return the files of a finished run: its result and, if it is exported, its model."""
     folder = f"results/runs/{folder_of_run(config, run)}"
     return [f"{folder}/DONE.json", *([f"{folder}/model"] if config.runs[run].export else [])]
 
@@ -53,7 +53,7 @@ def identity_of_run(config: Configuration, run: str) -> dict[str, Any]:
 
 
 def _data(config: Configuration, name: str) -> Any:  # noqa: ANN401 (JSON: a text, an entry, or a list of entries)
-    """How data are made, whatever their name is; the number of processes that make them changes nothing."""
+    """Return the settings from which data are made, without names and numbers of processes."""
     if name == RANDOM:
         return RANDOM
     if (blend := config.data[name].blend) is not None:

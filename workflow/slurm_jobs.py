@@ -44,14 +44,14 @@ class Component(NamedTuple):
     slurm: Slurm
 
     def named(self, defaults: Mapping[str, str]) -> dict[str, str]:
-        """The resources of `_NAMED` that the node type sets, or else these defaults."""
+        """Return the resources of `_NAMED` that the node type sets, or else these defaults."""
         set_here = zip(_NAMED, (self.slurm.partition, self.slurm.account, self.slurm.constraint), strict=True)
         values = ((name, defaults.get(name) if value is None else value) for name, value in set_here)
         return {name: value for name, value in values if value is not None}
 
 
 def components_of(cluster: ClusterNodes, node_types: Mapping[str, NodeKind]) -> tuple[Component, ...]:
-    """A cluster's nodes in rank order, grouped by type; one node if it stands for all."""
+    """Return a cluster's nodes in rank order, grouped by type; one node if it stands for all."""
     if cluster.all_nodes_here:
         return (Component(1, node_types[cluster.node_types[0]].slurm),)
     return tuple(
@@ -61,17 +61,17 @@ def components_of(cluster: ClusterNodes, node_types: Mapping[str, NodeKind]) -> 
 
 
 def job_minutes(components: Sequence[Component], runtime_min: int) -> int:
-    """The minutes of a job on these nodes: the least that their types state, else the given ones."""
+    """Return the minutes of a job on these nodes: the least of their types' limits, else the given minutes."""
     return min(component.slurm.runtime_min or runtime_min for component in components)
 
 
 def job_resources(
     components: Sequence[Component], runtime_min: int, defaults: Mapping[str, str] | None = None, each: str = ""
 ) -> dict[str, int | str]:
-    """The resources of a job on these nodes for Snakemake: `runtime` in minutes, `mem_mb` for each node.
+    """Return the resources of a job on these nodes for Snakemake: `runtime` in minutes, `mem_mb` for each node.
 
     `mpi` tells the plugin that the job starts srun itself; on_nodes.sh is told `node_groups`, as one word. The other
-    resources are the first component's; those behind it stand in `slurm_extra`, which comes last in the options of
+    resources are the first component's; those after it are in `slurm_extra`, which comes last in the options of
     sbatch. `defaults` are the resources of the profile, which hold if a node type does not say them; `each` are
     further options of all.
     """
@@ -109,7 +109,7 @@ def _extra(component: Component, each: str) -> str:
 
 
 def _options(component: Component, minutes: int, defaults: Mapping[str, str], each: str) -> str:
-    """All options of a component that the plugin does not set itself.
+    """Return all options of a component that the plugin does not set itself.
 
     It refuses in `slurm_extra` what it says itself, of the first component: these are spelled so that it does not.
     """
@@ -123,7 +123,7 @@ def _options(component: Component, minutes: int, defaults: Mapping[str, str], ea
 def signal_lead_s(
     plan: Path, prediction: Path, checkpoints: Path, parent: Path | None, grace_s: float | None, job_min: int
 ) -> int:
-    """The seconds before a job's end at which Slurm is to signal it: `grace_s`, else the time of a stop.
+    """Return the seconds before a job's end at which Slurm signals it: `grace_s`, else the duration of a stop.
 
     A stop takes two predicted steps, a start, and two saves: as long as the longest that the run's metrics tell of, or
     else as the nodes take at an assumed rate. `parent` is the checkpoint that a branch begins with. A stop is given a
@@ -150,8 +150,8 @@ def signal_lead_s(
     if needed_s > most_s:
         _warn_once(
             f"warning: {plan}: a stop in order may take {ceil(needed_s)} s (two steps of {step_s:.0f} s, two saves of "
-            f"{save_s:.0f} s), and is given a quarter of the job's {job_min} min: raise "
-            "node_types.<name>.slurm.runtime_min, or say how long it takes with runs.<name>.grace_s"
+            f"{save_s:.0f} s), and gets a quarter of the job's {job_min} min: raise "
+            "node_types.<name>.slurm.runtime_min, or set runs.<name>.grace_s to its duration"
         )
     return min(ceil(needed_s), most_s)
 
@@ -165,12 +165,12 @@ def _measured_save_s(metrics: Path) -> float | None:
 
 @cache
 def _warn_once(text: str) -> None:
-    """Print a warning once, however often Snakemake asks for a job's resources."""
+    """Print a warning once, however often Snakemake requests a job's resources."""
     print(text, file=sys.stderr)
 
 
 def _predicted_step_s(file: Path, plan: Plan, prediction: Path) -> float:
-    """The predicted step time of a searched plan.
+    """Return the predicted step time of a searched plan.
 
     Raises BadInput if the prediction cannot be read, or is about another plan.
     """
@@ -181,6 +181,6 @@ def _predicted_step_s(file: Path, plan: Plan, prediction: Path) -> float:
 
 
 def is_array(rule: str, executor_settings: object) -> bool:
-    """Whether an executor for Slurm is asked to submit the jobs of a rule as an array; others have no such setting."""
+    """Return whether an executor for Slurm submits the jobs of a rule as an array; others have no such setting."""
     asked = getattr(executor_settings, "array_jobs", None) or ""
     return not {rule, "all"}.isdisjoint(re.split("[,; ]+", asked))

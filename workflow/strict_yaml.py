@@ -1,4 +1,4 @@
-"""Strict reading of YAML files with what Snakemake has anyway, before anything is made of them.
+"""Strict reading of YAML files, with Snakemake's own dependencies only.
 
 The profile of the workflow calls `check_configurations` before Snakemake reads the files that it was told of, in
 whatever environment that is: nothing of the product is imported here.
@@ -20,7 +20,7 @@ _TEMPLATE = "__use_yte__"
 
 
 class Unusable(Exception):
-    """A file that cannot be used: which, what is wrong with it, and what to do."""
+    """A file that cannot be used: the file, what is wrong with it, and what to do."""
 
     def __init__(self, file: object, problem: str, remedy: str) -> None:
         super().__init__(str(file), problem, remedy)
@@ -51,7 +51,7 @@ def _check(path: Path) -> None:
 
 
 def _content(path: Path) -> bytes:
-    """The whole content of a regular file."""
+    """Return the content of a regular file."""
     entry = path.stat()
     if not stat.S_ISREG(entry.st_mode):
         problem = "is a folder" if stat.S_ISDIR(entry.st_mode) else "is not a regular file"
@@ -65,12 +65,12 @@ def _content(path: Path) -> bytes:
 
 
 def mapping(text: bytes, path: Path) -> dict[Any, Any]:
-    """What a YAML text holds, whose outermost value is a mapping; Unusable names the line of what is wrong."""
+    """Return a YAML text's mapping; Unusable names the line of an error."""
     try:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         if _weight(node) > _MAX_SPELLED_OUT:
-            raise Unusable(path, "its aliases stand for more than 2 MiB", "write it without aliases")
+            raise Unusable(path, "its aliases expand to more than 2 MiB", "write it without aliases")
         if (repeated := _repeated(node)) is not None:
             problem = f"key {repeated.value!r} appears twice, again in line {repeated.start_mark.line + 1}"
             raise Unusable(path, problem, "remove one of the two")
@@ -81,7 +81,7 @@ def mapping(text: bytes, path: Path) -> dict[Any, Any]:
         problem = getattr(error, "problem", None) or str(error)
         raise Unusable(path, f"not valid YAML{where} ({problem})", "correct the file") from None
     if not isinstance(content, dict):
-        raise Unusable(path, "holds no keys", "see config/README.md")
+        raise Unusable(path, "contains no keys", "see config/README.md")
     return content
 
 
@@ -104,7 +104,7 @@ def texts(value: object, place: str = "", key: object = None) -> Iterator[tuple[
 
 
 def _repeated(node: yaml.Node | None) -> yaml.ScalarNode | None:
-    """A key that occurs twice in its mapping, of which YAML's loader silently takes the last one.
+    """Return a key that occurs twice in its mapping, of which YAML's loader silently takes the last one.
 
     What a mapping takes from another by `<<` is no key of its own.
     """
@@ -124,7 +124,7 @@ def _repeated(node: yaml.Node | None) -> yaml.ScalarNode | None:
 
 
 def _weight(node: yaml.Node | None) -> int:
-    """The number of values and characters of a node, counted up to the limit, since a node may contain itself."""
+    """Return the number of values and characters of a node, up to the limit, since a node may contain itself."""
     total, open_nodes = 0, [node]
     while open_nodes and total <= _MAX_SPELLED_OUT:
         following = open_nodes.pop()

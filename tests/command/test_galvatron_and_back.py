@@ -128,7 +128,7 @@ def test_what_is_searched_for_galvatron_comes_back_from_it_at_the_same_price(fol
         ({"gradient_reduction": "every_microbatch"}, (), "--for galvatron: Galvatron runs no plan of"),
         ({"sequence_parallel": ["ulysses"]}, (), "--for galvatron: Galvatron runs no plan of"),
         ({"head": {"tp_sizes": [1]}}, (), "s.json: embedding and head: their strategies are those that the system has"),
-        ({}, ("--certificate", "c.json"), "--certificate: is of one search, and --for makes one for each way"),
+        ({}, ("--certificate", "c.json"), "--certificate: covers one search, but --for makes one each way"),
     ],
 )
 def test_what_galvatron_has_no_part_of_is_refused(folder, changes, more, says):

@@ -38,7 +38,7 @@ REQUEST = UniformRequest(
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    """A plan whose ranks share experts out, of a family that every system has."""
+    """A plan whose ranks shard experts, of a family that every system has."""
     cluster = read_document(EXAMPLES / "plan.json", Plan).cluster
     return uniform_plan("example", REQUEST, model_of_config(CONFIG, "qwen3_moe", 64, "config.json"), cluster)
 

@@ -59,7 +59,7 @@ def test_a_load_of_other_layers_or_experts_is_not_that_of_a_model(
         (partial(LayerLoad, layer=0, shares=(0.5, 0.4)), "the shares of layer 0 add up to 0.9, not to 1"),
         (partial(GroupLoad, ep_size=2, imbalance=2.5), "imbalance 2.5 of 2 groups is not from 1 to 2"),
         (partial(GroupLoad, ep_size=2, imbalance=0.5), "imbalance 0.5 of 2 groups is not from 1 to 2"),
-        (lambda: _load(layers=2 * LOAD.layers), "its layers do not ascend"),
+        (lambda: _load(layers=2 * LOAD.layers), "its layers are not in ascending order"),
         (lambda: _load(last_step=2), "last_step 2 is before first_step 3"),
     ],
 )

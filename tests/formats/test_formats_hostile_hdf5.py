@@ -131,9 +131,9 @@ CORPUS: dict[str, tuple[Change, str]] = {
         lambda f: _replace(
             f, "repeats/time_s", shape=(6,), dtype="float64", external=[("/dev/zero", 0, h5py.h5f.UNLIMITED)]
         ),
-        "repeats/time_s lies in another file",
+        "repeats/time_s is stored in another file",
     ),
-    "virtual dataset": (_virtual, "repeats/time_s lies in another file"),
+    "virtual dataset": (_virtual, "repeats/time_s is stored in another file"),
     "giant declared shape": (
         lambda f: _replace(f, "repeats/time_s", shape=(1 << 40,), dtype="float64", chunks=(1024,)),
         "repeats/time_s has shape (1099511627776,)",

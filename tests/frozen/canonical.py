@@ -136,6 +136,11 @@ REFROZEN = (
         "alone is summed over tensor-parallel ranks; Swin's merges hand on a quarter of the positions; 11 outputs",
     ),
     (
+        "printed/[eip]*-*",
+        "refusals and notes in plainer words: exports of plans whose embedding differs, an import without "
+        "`--sequence-parallel`, and a note of Galvatron's profiles; 7 outputs",
+    ),
+    (
         "printed/export-megatron-*",
         "recomputation of all feed-forward parts is exported for Megatron-LM: two refusals name what stands in the way "
         "next",

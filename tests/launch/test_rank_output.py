@@ -181,7 +181,7 @@ def test_a_file_that_takes_no_more_is_said_once_and_ends_nothing(
     log.write(b"one")
     log.write(b"two")
     log.close()
-    told = f"{tmp_path}/rank-0.log: No space left on device: no more of what the rank prints is kept\n"
+    told = f"{tmp_path}/rank-0.log: No space left on device: the rank's further output is not logged\n"
     assert capfd.readouterr().err == told
 
 

@@ -44,6 +44,8 @@ HARMLESS: dict[str, dict[str, Any]] = {
     "llama-factory": {"attn_implementation": "flash_attention_2", "_flash_attn_2_enabled": True},
     "nemo": {"nemo_version": "2.0", "model_max_length": 4096},
     "off": {"sliding_window": None, "num_experts": None, "hidden_dropout": 0.0, "qk_layernorm": None},
+    "window off": {"sliding_window": 16, "use_sliding_window": False, "max_window_layers": 1},
+    "window of other classes": {"sliding_window": 16},
     "nowhere": {"trained_by": "somebody", "dataset_mixture_weights": [0.5, 0.5]},
     "transformers 4": V4_COMMON,
 }

@@ -215,7 +215,7 @@ def test_a_search_can_plan_with_analytic_profiles(written, tmp_path):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ((), "--out: no profile is asked for"),
+        ((), "--out: no profile is requested"),
         (("--out", "m.h5"), "--out: a model profile needs --model and --settings"),
         (("--hardware-out", "h.h5"), "--hardware-out: a hardware profile needs --cluster"),
         (("--hardware-out", "h.h5", "--cluster", "cluster.json"), "--inter-node-gbit-s: the cluster has several nodes"),

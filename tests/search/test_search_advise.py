@@ -260,7 +260,7 @@ def test_samples_are_as_long_as_usual_unless_a_config_has_fewer_positions(config
     assert _question(config).model.sequence_length == 4096
     t5 = {"model_type": "t5", "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
     config.write_text(json.dumps(t5 | {"num_decoder_layers": 2, "vocab_size": 256}))
-    with pytest.raises(BadInput, match=r"--seq: .*config.json does not say how long samples are"):
+    with pytest.raises(BadInput, match=r"--seq: .*config.json does not state the sample length"):
         _question(config)
 
 
@@ -326,7 +326,7 @@ def test_a_search_without_an_answer_in_time_names_the_option(capsys, monkeypatch
     monkeypatch.setattr(advise, "find_best", stopped)
     code, told, error = _advise(capsys, config, "--gpus", "8:H100-SXM", "--batch", 16, "--seq", 512)
     assert (code, told) == (2, "")
-    assert error == "error: --time-limit: was over before a plan was found: give more seconds\n"
+    assert error == "error: --time-limit: expired before a plan was found: give more seconds\n"
 
 
 def test_the_docs_list_the_families_of_the_registry_and_their_presets():

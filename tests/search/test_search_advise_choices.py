@@ -116,7 +116,7 @@ def test_modules_that_no_plan_recomputes_and_eager_core_attention_are_refused():
     ):
         with pytest.raises(BadInput, match=named):
             reading_of(words, setting)
-    with pytest.raises(BadInput, match="core_attn beside eager attention is not priced"):
+    with pytest.raises(BadInput, match="core_attn with eager attention is not priced"):
         reading_of("--recompute-activations", setting._replace(attention=Attention.EAGER))
 
 
@@ -300,7 +300,7 @@ def test_sizes_beyond_all_measure_are_refused_at_once(words):
 
 TOML = "[training]\nglobal_batch_size = {}\nseq_len = {}\n[parallelism]\ntensor_parallel_degree = 8\n"
 TOML += "[activation_checkpoint]\nmode = 'none'\n"
-BATCH, LENGTH = "is {}: it is priced with 64, as asked", "is {}: it is priced with 4096, as asked"
+BATCH, LENGTH = "is {}: it is priced with 64, as requested", "is {}: it is priced with 4096, as requested"
 
 
 @pytest.mark.parametrize(

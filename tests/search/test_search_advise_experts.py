@@ -74,7 +74,7 @@ def test_a_sharing_of_experts_has_a_price(question):
         (
             "mixtral-8x7b",
             "--use-distributed-optimizer --num-distributed-optimizer-instances 2 --expert-model-parallel-size 8",
-            "num_distributed_optimizer_instances beside experts that are split over ranks is not priced: leave it at 1",
+            "num_distributed_optimizer_instances with expert parallelism is not priced: leave it at 1",
         ),
     ],
 )
@@ -94,7 +94,7 @@ def test_what_cannot_share_experts_out_is_refused(model, text, problem):
         ("tensor_parallel_degree = 8", "expert_parallel_degree 4 is not a multiple of tensor_parallel_degree 8"),
         (
             "data_parallel_replicate_degree = 2",
-            "data_parallel_replicate_degree beside",
+            "data_parallel_replicate_degree with",
         ),
     ],
 )
@@ -122,6 +122,6 @@ def test_a_load_of_experts_raises_the_price_of_plans_that_share_them_out(questio
     for text in ("tp=2,ep=8,etp=1,zero=1", "tp=2,zero=1"):
         even, one, uneven, logged = (steps_s[imbalance, text] for imbalance in dict.fromkeys(key[0] for key in steps_s))
         assert even == one and (uneven > even) == (logged > even) == ("ep=8" in text)
-    with pytest.raises(BadInput, match=r"load\.json: is of other experts: "):
+    with pytest.raises(BadInput, match=r"load\.json: does not fit: "):
         other = question_of(replace(options, model="qwen3-30b-a3b", imbalance=str(tmp_path / "load.json")))
         evaluate(reading_of("tp=2", other.setting).plan, other.profiles)

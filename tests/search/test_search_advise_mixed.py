@@ -99,7 +99,11 @@ def test_links_are_those_of_each_type_and_of_one_node_too():
 @pytest.mark.parametrize(
     ("gpus", "more", "said"),
     [
-        ("2x8:A100-40+1x4:A100-40", {}, "nodes of 8 and of 4 A100-40: give the nodes of a type as many GPUs each"),
+        (
+            "2x8:A100-40+1x4:A100-40",
+            {},
+            "nodes of 8 and of 4 A100-40: give all nodes of a type the same number of GPUs",
+        ),
         ("8:A100-40+", {}, "'' is not NODESxGPUS:DEVICE"),
         (GPUS, {"price_per_gpu_hour": 1.0}, "--price-per-gpu-hour: the GPUs are of several types: leave it out"),
         (GPUS, {"budget_gib": 30.0}, "--budget-gib: 30 is more than a A10 has, 24: give less"),

@@ -47,7 +47,7 @@ def test_the_answer_names_the_runtime_and_who_says_what_it_does(config, capsys):
     assert error.startswith("error: --runtime: ") and "megatron-core" in error
     code, told, error = advise(capsys, *asked, "--attention", "eager", "--precision", "fp8")
     assert (code, told) == (2, "")
-    assert error == "error: --attention: eager is not estimated beside fp8: take flash2 or flash3\n"
+    assert error == "error: --attention: eager attention is not estimated with fp8: take flash2 or flash3\n"
 
 
 @pytest.mark.parametrize("system", System)

@@ -94,7 +94,7 @@ def test_one_microbatch_tells_forward_and_memory_alone(world):
     measured = measured_as(a_plan(world, pp=1, microbatches=1), world[2], FACTORS)
     factors, warnings = learned(evidence_of(measured, world[2]))
     assert factors.keys() == {Term.FORWARD, Term.MEMORY}
-    assert "backward: no measured plan tells it apart, so that it stays as predicted" in warnings
+    assert "backward: no measured plan distinguishes it, so that it stays as predicted" in warnings
     assert "forward: thin: 1 plan(s)" in warnings
 
 

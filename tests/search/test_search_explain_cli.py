@@ -88,7 +88,7 @@ def test_a_second_plan_for_another_model_exits_with_2(inputs, searched, tmp_path
     write_document(tmp_path / "b.json", other)
     result = explain(inputs, searched, tmp_path / "b.json")
     assert result.exit_code == 2 and result.stderr == (
-        f"error: {tmp_path / 'b.json'}: is for another model than a.json: compare plans for one model\n"
+        f"error: {tmp_path / 'b.json'}: is not for the model of a.json: compare plans for one model\n"
     )
 
 
@@ -102,10 +102,10 @@ def test_a_search_file_that_was_changed_exits_with_2(inputs, searched, make):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"name": "other"}, "asks for another name than a.json has"),
-        ({"gradient_reduction": "every_microbatch"}, "asks for another gradient_reduction"),
-        ({"precision": {"compute": "bfloat16"}}, "asks for another precision"),
-        ({"global_batch_size": 16}, "global_batch_size is not that of a.json"),
+        ({"name": "other"}, "requests another name than a.json has"),
+        ({"gradient_reduction": "every_microbatch"}, "requests another gradient_reduction"),
+        ({"precision": {"compute": "bfloat16"}}, "requests another precision"),
+        ({"global_batch_size": 16}, "global_batch_size differs from a.json"),
     ],
 )
 def test_a_search_file_of_another_plan_is_told_by_what_it_asks(inputs, searched, make, change, words):

@@ -237,7 +237,7 @@ def test_a_limit_that_no_point_is_within_says_by_how_much(given):
     [
         ({"node_types": {"x": {}}}, "names 'x', cluster priced has a, b"),
         ({"node_types": {"a": {"counts": [3]}}}, "counts of a: 3 nodes, cluster priced has 2"),
-        ({"node_types": {"a": {"counts": [0]}, "b": {"counts": [0]}}}, "no node can be had"),
+        ({"node_types": {"a": {"counts": [0]}, "b": {"counts": [0]}}}, "there are no nodes"),
         ({"node_types": {"a": {"interruptions_per_hour": 1}}}, "interruptions_per_hour was removed: leave it out"),
     ],
 )
@@ -250,7 +250,7 @@ def test_offers_that_cannot_be_are_refused(given, tmp_path, offers, message):
 
 
 def test_a_folder_with_another_front_and_limits_without_a_length_are_refused(given):
-    assert "--price: says nothing without the training's length" in rented(given, "--price", 1).stderr
+    assert "--price: needs the length of the training" in rented(given, "--price", 1).stderr
     given["out"].mkdir()
     (given["out"] / "old.json").touch()
     result = rented(given)

@@ -1,4 +1,4 @@
-"""Plans whose ranks share experts out are priced as two parts; what cannot express them says so in one line."""
+"""Plans whose ranks shard experts are priced as two parts; what cannot express them says so in one line."""
 
 import dataclasses
 from itertools import product
@@ -67,7 +67,7 @@ GRIDS = [(1, SequenceParallel.NONE), (2, SequenceParallel.MEGATRON), (2, Sequenc
 def plan_of(
     experts: ExpertStrategy | UnsetType, tp_size: int = 1, split: SequenceParallel = SequenceParallel.NONE, **layer: Any
 ) -> Plan:
-    """Two layers on four ranks, whose ranks share experts out or not."""
+    """Two layers on four ranks, whose ranks shard experts or not."""
     sharding: dict[str, Any] = {"tp_size": tp_size, "dp_size": 4 // tp_size, "sequence_parallel": split}
     sharding |= {"data_parallel": DataParallel.ZERO2}
     block = LayerStrategy(type="sparse", **sharding, experts=experts, **layer)
@@ -260,7 +260,7 @@ def test_an_even_load_is_said_to_be_assumed(plan: Plan, profiles: Profiles) -> N
 
 
 def test_a_load_of_other_experts_is_refused(plan: Plan, profiles: Profiles) -> None:
-    with pytest.raises(BadInput, match=r"load.json: is of other experts: layer 0 of m has 4 experts, not 2"):
+    with pytest.raises(BadInput, match=r"load.json: does not fit: layer 0 of m has 4 experts, not 2"):
         evaluate(plan, loaded(profiles, 0.5, 0.5))
 
 

@@ -125,7 +125,7 @@ def test_a_limit_in_another_thread_is_refused_in_words_and_a_search_without_one_
         thread = Thread(target=search, args=(limit_s,))
         thread.start()
         thread.join()
-    refused = "a time limit holds in the main thread only: search without one in other threads"
+    refused = "a time limit works only in the main thread: search without one in other threads"
     assert results == [refused, find_best(*given).chosen.plan]
 
 

@@ -151,7 +151,7 @@ def test_tokens_are_taken_with_their_labels(tokenizer: Path, tmp_path: Path) -> 
         (
             [{"prompt": ASKED, "completion": [ANSWER]}],
             "{% for m in messages %}{{ loop.length }}{{ m.content }}{% endfor %}",
-            "line 1: the chat template writes the prompt otherwise once an answer follows",
+            "line 1: the chat template writes the prompt differently once an answer follows",
         ),
     ],
 )

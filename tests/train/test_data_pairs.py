@@ -228,7 +228,7 @@ def test_recordings_become_spectrograms_and_their_words_labels(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda folder: (folder / "captions.jsonl").write_text(""), "captions.jsonl: has no line"),
+        (lambda folder: (folder / "captions.jsonl").write_text(""), "captions.jsonl: is empty"),
         (lambda folder: (folder / "captions.jsonl").write_text("{}"), "captions.jsonl: line 1 is not a sample"),
         (
             lambda folder: _listed(folder, "captions.jsonl", [{"text": "<image>", "image": "x\0.png"}]),

@@ -153,7 +153,7 @@ def test_the_standard_library_is_taken_without_its_tests(tmp_path: Path) -> None
         (".", "*.rst", 300, "no text in files '*.rst'"),
         (".", "/abs/*", 300, "--glob '/abs/*' cannot be matched"),
         (".", "", 300, "no text in files ''"),
-        (".", "*.txt", 256, "--vocab-size: 256 is fewer than bytes need"),
+        (".", "*.txt", 256, "--vocab-size: 256 is too small for all bytes"),
     ],
 )
 def test_text_that_cannot_be_prepared_is_refused_and_nothing_is_written(

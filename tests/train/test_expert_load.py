@@ -64,8 +64,8 @@ def test_a_resumed_run_counts_on_where_its_checkpoint_was(tmp_path: Path) -> Non
     [
         ({"num_hidden_layers": 3}, {}, "layer 2 of tiny-mixtral has no experts"),
         ({"num_local_experts": 8}, {}, "layer 0 of tiny-mixtral has 4 experts, not 8"),
-        ({"num_hidden_layers": 1}, {}, "it lacks groups of layer 1, which a run logs"),
-        ({}, {"groups": ()}, "it lacks groups of layer 0, which a run logs"),
+        ({"num_hidden_layers": 1}, {}, "it has no groups of layer 1, which a run logs"),
+        ({}, {"groups": ()}, "it has no groups of layer 0, which a run logs"),
     ],
 )
 def test_a_load_of_another_model_is_refused_in_one_line(

@@ -1,4 +1,4 @@
-"""Memory of plans whose ranks share experts out: what is predicted, against steps at even load on fake tensors."""
+"""Memory of plans whose ranks shard experts: what is predicted, against steps at even load on fake tensors."""
 
 from pathlib import Path
 

@@ -110,7 +110,7 @@ def test_samples_are_as_long_as_advise_takes_them_unless_the_length_is_given(fol
 @pytest.mark.parametrize("kind", ["starcoder2", "t5"])
 def test_a_configuration_without_a_limit_needs_the_length(folder, kind):
     (folder / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": 131}))
-    with pytest.raises(BadInput, match=r"--sequence-length: .*config\.json does not say how long samples are: give it"):
+    with pytest.raises(BadInput, match=r"--sequence-length: .*config\.json does not state the sample length: give it"):
         describe_folder(folder, "m", None)
 
 
@@ -142,7 +142,7 @@ def test_the_planner_asks_the_stage_that_trains(folder):
     found = search_traced.traced_model(folder / "config.json", config, "starcoder", 32)
     assert found == describe_folder(folder, "starcoder", 32)
     assert search_traced.traced_model(folder / "config.json", config, "starcoder", None).sequence_length == 64
-    with pytest.raises(BadInput, match=r"--seq: .* does not say how long samples are"):
+    with pytest.raises(BadInput, match=r"--seq: .* does not state the sample length"):
         search_traced.traced_model(folder / "config.json", {"model_type": "starcoder2"}, "starcoder", None)
 
 

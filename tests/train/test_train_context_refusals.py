@@ -90,5 +90,5 @@ def test_a_family_runs_what_its_facts_do_not_refuse_and_nothing_else(family: str
         check_supported(plan, "plan.json")
         assert simulate_step(plan, 1, runtime, runtime.plain_kernel).message_bytes
     else:
-        with pytest.raises(AssertionError, match="plans whose masks a ring does not know"):
+        with pytest.raises(AssertionError, match="plans whose masks a ring does not support"):
             simulate_step(plan, 1, runtime, runtime.plain_kernel)

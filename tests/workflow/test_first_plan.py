@@ -1,4 +1,4 @@
-"""A newcomer's first plans by the commands, of the configuration that docs/first-plan.md names."""
+"""A newcomer's first plans by the commands, of the configuration that docs/analytic.md names."""
 
 from pathlib import Path
 

@@ -21,12 +21,12 @@ def _tenfold(first, each):
 
 
 HOSTILE = [
-    (b"", "holds no keys"),
-    (b"- a", "holds no keys"),
+    (b"", "contains no keys"),
+    (b"- a", "contains no keys"),
     (b"\x7fELF\x02\x01\x01\x00\xff", "not valid YAML"),
-    (_tenfold("[x, x]", "[{}]"), "its aliases stand for more than 2 MiB"),
-    (_tenfold("{k: v}", "{{<<: [{}]}}"), "its aliases stand for more than 2 MiB"),
-    (b"a: &a [*a]", "its aliases stand for more than 2 MiB"),
+    (_tenfold("[x, x]", "[{}]"), "its aliases expand to more than 2 MiB"),
+    (_tenfold("{k: v}", "{{<<: [{}]}}"), "its aliases expand to more than 2 MiB"),
+    (b"a: &a [*a]", "its aliases expand to more than 2 MiB"),
     (b"__use_yte__: true\nx: ?open('RAN', 'w')", "__use_yte__: a configuration is not a template"),
     (b"a: 2026-99-99", "not valid YAML (month must be in 1..12)"),
     (b"a: {1: 2}", "a.1: the key 1 is not a text: quote it: '1'"),

@@ -304,7 +304,10 @@ def test_tables_hold_every_cell_and_say_why_there_is_no_plan(tmp_path):
         name / "plans" / "m@c" / "even-b16.json",
         msgspec.structs.replace(estimate.stages[0], memory_bytes=2**31),
     )
-    for stages, told in ((estimate.stages, "nan"), ((large,), "does not fit: it lacks 1073741824 bytes")):
+    for stages, told in (
+        (estimate.stages, "nan"),
+        ((large,), "does not fit: it exceeds the budget by 1073741824 bytes"),
+    ):
         own = msgspec.structs.replace(estimate, stages=stages)
         write_document(even, plan)
         write_document(even.with_suffix(".prediction.json"), msgspec.structs.replace(prediction, estimate=own))

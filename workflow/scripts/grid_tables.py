@@ -135,10 +135,10 @@ def _rows(name: Path, folder: Path, times: dict[str, float]) -> Iterator[dict[st
 
 
 def _lack(path: Path, memory_gib: object) -> str | None:
-    """Why a plan that was not searched for a budget does not fit it, or None."""
+    """Return why a plan that was not searched for a budget does not fit it, or None."""
     held = read_document(path.with_suffix(".prediction.json"), Prediction).estimate.memory_bytes
     over = held - memory_gib * GIB if isinstance(memory_gib, float) else 0
-    return f"does not fit: it lacks {over:.0f} bytes" if over > 0 else None
+    return f"does not fit: it exceeds the budget by {over:.0f} bytes" if over > 0 else None
 
 
 def _figures(path: Path, reason: str | None, times: dict[str, float]) -> dict[str, Any]:
@@ -205,18 +205,18 @@ def grid_section(cells: pd.DataFrame) -> Section:
 
 
 def _too_large(row: "pd.Series[Any]", memory_gib: float) -> str:
-    """A note if the published plan needs more than the budget by the same count, else an empty text."""
+    """Return a note if the published plan needs more than the budget by the same count, else an empty text."""
     over = row["published_memory_bytes"] / GIB - memory_gib
-    return f" (it lacks {over:.1f} GiB)" if over > 0 else ""
+    return f" (over the budget by {over:.1f} GiB)" if over > 0 else ""
 
 
 def gib_text(memory_gib: float) -> str:
-    """A budget in words: infinite if a plan may use all that each device has."""
+    """Return a budget in words; infinite: all of each device's memory."""
     return "all" if memory_gib == inf else f"{memory_gib:g}"
 
 
 def published_section(cells: pd.DataFrame, times: Sequence[Mapping[str, Any]], source: str | None) -> Section:
-    """A section on step times (s) that others state, next to ours for the same batch, cluster and budget."""
+    """Return a section on published step times (s), next to ours for the same batch, cluster and budget."""
     steps_s = cells.set_index([*SIZE, "space"])["predicted_step_s"].to_dict()
     words = f"Seconds a step as stated by {source}, beside what this project predicts (simulated) for its best plans."
     rows = []
@@ -239,7 +239,7 @@ def _ratio(value: float | None) -> str:
 
 
 def front_section(path: Path, published_step_s: Mapping[str, float], source: str | None) -> Section:
-    """A section on a front.csv: its points, the fastest first, and counts of other sub-clusters by status.
+    """Return a section on a front.csv: its points, the fastest first, and counts of other sub-clusters by status.
 
     Times (s) that others state, by nodes, are a column and counted in the text.
     """

@@ -56,7 +56,7 @@ def page(
     profiles: Sequence[ProfileOutcome] = (),
     pictures: Sequence[GivenPicture] = (),
 ) -> str:
-    """The whole page."""
+    """Return the whole page."""
     sections = [
         *((f"Plan: {search.name}", _search_section(search)) for search in searches),
         *((f"Run: {run.name}", _run_section(run)) for run in runs),
@@ -70,7 +70,7 @@ def page(
 
 
 def _overview(searches: Sequence[SearchOutcome]) -> str:
-    """A table of what each chosen plan was predicted to take, beside what was measured."""
+    """Return a table of each chosen plan's prediction, next to its measurement."""
     chosen = [(search.name, search.chosen) for search in searches]
     rows = [
         (
@@ -165,14 +165,14 @@ def _proof_and_warnings(search: SearchOutcome) -> str:
 
 
 def _measured(search: SearchOutcome) -> str:
-    """The section of plans predicted and measured, their ranks, and the factors learned from them."""
+    """Return the section of plans predicted and measured, their ranks, and corrections learned from them."""
     drawn = f"<h3>Predicted against measured (ratio: measured over predicted)</h3>{_plans_table(search.comparisons)}"
     if changed := speed_text(search.comparisons):
         drawn += f"<p><strong>{changed[0].upper()}{changed[1:]}.</strong></p>"
     if ranks := _ranks_table(search.comparisons):
         drawn += f"<details><summary>Every rank of these plans</summary>{ranks}</details>"
     if (learned := search.correction) is not None:
-        drawn += "<h3>What was learned (a search uses it only where its <code>correction</code> says so)</h3>"
+        drawn += "<h3>What was learned (a search uses it only if its <code>correction</code> says so)</h3>"
         drawn += _correction_table(learned) + html_list(learned.warnings)
     return drawn
 

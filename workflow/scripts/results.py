@@ -1,4 +1,4 @@
-"""The results of searches, runs and profiles: read, matched with one another, and formatted for pages and tables."""
+"""Results of searches, runs and profiles: read, matched with one another, and formatted for pages and tables."""
 
 from collections.abc import Callable, Sequence, Set
 from pathlib import Path
@@ -31,18 +31,18 @@ class Comparison(NamedTuple):
 
     @property
     def measured_time_s(self) -> float | None:
-        """The median step time in seconds."""
+        """Return the median step time in seconds."""
         return None if self.measured is None else median(self.measured.step_times_s)
 
     @property
     def measured_sample_s(self) -> float | None:
-        """The measured seconds of a sample, at the speed that the machine had when it was profiled."""
+        """Return the measured seconds of a sample, converted to the machine's speed during profiling."""
         step_s = self.measured_time_s
         return None if step_s is None else step_s / self.slowdown / self.plan.global_batch_size
 
     @property
     def slowdown(self) -> float:
-        """The machine's slowdown while this was measured, relative to when it was profiled."""
+        """Return the machine's slowdown during this measurement, relative to profiling."""
         return 1.0 if self.measured is None else self.measured.slowdown(self.reference_s)
 
     @property
@@ -76,7 +76,7 @@ class RunOutcome(NamedTuple):
 
 
 class ProfileOutcome(NamedTuple):
-    """A model profile and the picture that was drawn of it."""
+    """A model profile and its picture."""
 
     name: str
     profile: ModelProfile
@@ -93,13 +93,13 @@ class GivenPicture(NamedTuple):
 
 
 def read_profile(results: Path, name: str) -> ProfileOutcome:
-    """A profile by its file's name, `MODEL@NODE_TYPE`; raises BadInput if it cannot be read."""
+    """Return a profile by its file's name, `MODEL@NODE_TYPE`; raise BadInput if it cannot be read."""
     profile = read_model_profile(results / "profiles" / f"{name}.h5")
     return ProfileOutcome(name, profile, read_bytes(results / "pictures" / f"{name}.svg"))
 
 
 def read_search(results: Path, name: str) -> SearchOutcome:
-    """A search's plan, its prediction and, if there are any, its measurement and the learned correction.
+    """Return a search's plan, its prediction and, if any, its measurement and the learned correction.
 
     Raises BadInput when a file cannot be read, or when the prediction belongs to another plan.
     """
@@ -146,7 +146,7 @@ def read_run(results: Path, name: str) -> RunOutcome:
 
 
 def read_picture(path: Path) -> GivenPicture:
-    """A picture that `shardwright.display.svg.document` wrote.
+    """Return a picture that `shardwright.display.svg.document` wrote.
 
     Raises BadInput if it is another kind of file, or holds what could do more than be looked at.
     """
@@ -170,7 +170,7 @@ def read_picture(path: Path) -> GivenPicture:
 
 
 def speed_text(comparisons: Sequence[Comparison]) -> str | None:
-    """A sentence if the machine's speed since it was profiled differs by more than 5 % for any measured plan."""
+    """Return a sentence if the machine's speed has changed since profiling by more than 5 % for any measured plan."""
     slowdowns = [each.slowdown for each in comparisons if each.measured is not None]
     if not any(abs(slowdown - 1) > _SAME_SPEED for slowdown in slowdowns):
         return None
@@ -182,7 +182,7 @@ def speed_text(comparisons: Sequence[Comparison]) -> str | None:
 
 
 def evaluation_text(run: RunOutcome) -> str:
-    """A sentence on the last evaluation of a run, and on the best, if that was kept."""
+    """Return a sentence on the last evaluation of a run, and on the best, if that was kept."""
     step, last = next((s.step, s.evaluation) for s in reversed(run.steps) if s.evaluation is not None)
     perplexity = "" if last.perplexity is None else f" (perplexity {last.perplexity:.6g})"
     words = f"Validation loss {last.loss:.4f}{perplexity} after step {step}, over {last.labels:,} labels"
@@ -196,10 +196,10 @@ def or_dash(text: Callable[[float], str], value: float | None) -> str:
 
 
 def ratio_text(predicted: float, measured: float | None) -> str:
-    """Measured over predicted with two decimals, or a dash if nothing was measured."""
+    """Return measured over predicted with two decimals, or a dash if nothing was measured."""
     return "–" if measured is None or not predicted else f"{measured / predicted:.2f}"
 
 
 def plan_text(plan: Plan) -> str:
-    """A plan in one line."""
+    """Return a plan in one line."""
     return f"{shape_words(plan)}; layers: {layers_summary(plan)}"

@@ -28,11 +28,11 @@ class ResultsOptions(Options, frozen=True, kw_only=True):
     """Names of runs."""
 
     def searches(self) -> list[SearchOutcome]:
-        """The outcomes of the searches."""
+        """Return the outcomes of the searches."""
         return [read_search(self.results, name) for name in self.search]
 
     def runs(self) -> list[RunOutcome]:
-        """The outcomes of the runs."""
+        """Return the outcomes of the runs."""
         return [read_run(self.results, name) for name in self.run]
 
 

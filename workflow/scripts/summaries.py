@@ -43,13 +43,13 @@ def answer(search: SearchOutcome) -> str:
 
 
 def first_sentences(searches: Sequence[SearchOutcome], runs: Sequence[RunOutcome]) -> list[str]:
-    """A sentence for each search and each run, in words that need no knowledge of plans."""
+    """Return a sentence for each search and each run, in words that need no knowledge of plans."""
     sentences = [*map(_in_short, searches), *(_trained(run, searches) for run in runs)]
     return sentences or ["Nothing was searched, and nothing was trained."]
 
 
 def _trained(run: RunOutcome, searches: Sequence[SearchOutcome]) -> str:
-    """What a run trained, for how long, what became of its loss, and how long a step took."""
+    """Return a sentence on a run: the model, the duration, the change of the loss, and the time of a step."""
     result, plans = run.result, (each.plan for search in searches for each in search.comparisons)
     model = next((plan.model.name for plan in plans if plan.sha256 == result.plan_sha256), "a model")
     step = f"a step took {seconds_text(median(step.step_time_s for step in run.steps))}"
@@ -77,14 +77,14 @@ def _step_s(chosen: Comparison) -> float:
 
 
 def _both(text: Callable[[Number], str], measured: Number | None, predicted: Number) -> str:
-    """What was measured, if it was, with what was predicted beside it."""
+    """Return the measured value, if any, together with the predicted one."""
     if measured is None:
         return f"{text(predicted)} (predicted, not yet measured)"
     return f"{text(measured)} ({text(predicted)} predicted)"
 
 
 def provenance(search: SearchOutcome) -> dict[str, str]:
-    """The first warning on each kind of number that was not measured, by kind; it may state the error."""
+    """Return the first warning about each kind of number that was not measured, by kind."""
     warnings: dict[str, str] = {}
     for warning in search.prediction.warnings:
         for kind in _KINDS:
@@ -94,7 +94,7 @@ def provenance(search: SearchOutcome) -> dict[str, str]:
 
 
 def fits_by(search: SearchOutcome, chosen: Comparison) -> int | None:
-    """The bytes left of the budget on the search's fullest device, as measured or else as predicted.
+    """Return the unused bytes of the budget on the search's fullest device, as measured or else as predicted.
 
     The result is negative if the plan does not fit; None if no budget was set.
     """
@@ -168,7 +168,7 @@ def _sure(search: SearchOutcome, chosen: Comparison) -> Iterator[str]:
 
 
 def _faster(search: SearchOutcome, chosen: Comparison) -> Iterator[str]:
-    """Yield that another plan of the search, which fits, was measured to be faster than the chosen one."""
+    """Yield a sentence if another plan of the search, which fits, was measured to be faster than the chosen one."""
     own_s = chosen.measured_sample_s
     fitting = (each for each in search.comparisons if (fits_by(search, each) or 0) >= 0)
     timed = [(time_s, each) for each in fitting if (time_s := each.measured_sample_s) is not None]
@@ -289,7 +289,7 @@ def _comparison(comparison: Comparison, width: int) -> str:
 
 
 def search_table(searches: Sequence[SearchOutcome]) -> str:
-    """The rows as CSV, with a header."""
+    """Return the rows as CSV, with a header."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(_COLUMNS)

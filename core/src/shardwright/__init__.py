@@ -1,1 +1,1 @@
-"""The one command of Shardwright, which hands on to the programs of its stages."""
+"""The `shardwright` command, which dispatches to the programs of its stages."""

@@ -1,4 +1,4 @@
-"""The key by which a measured or estimated figure is looked up."""
+"""The key by which a measured or estimated figure of a layer is looked up."""
 
 from collections.abc import Iterable
 from typing import Any, Protocol, Self, TypeVar
@@ -13,7 +13,7 @@ class Key(msgspec.Struct, frozen=True, order=True):
 
     @classmethod
     def from_fields(cls, struct: msgspec.Struct, **columns: object) -> Self:
-        """Return the key with the columns of a row, a strategy or another key, and with further columns."""
+        """Return a key from the fields of a row, a strategy or another key, and further columns."""
         shared = {name: getattr(struct, name) for name in cls.__struct_fields__ if name in struct.__struct_fields__}
         return cls(**shared | columns)
 
@@ -26,7 +26,7 @@ class Key(msgspec.Struct, frozen=True, order=True):
 
     @property
     def columns(self) -> dict[str, Any]:
-        """Return the columns by name, as a row takes them."""
+        """Return the key's columns by name."""
         return msgspec.structs.asdict(self)
 
 
@@ -43,18 +43,18 @@ class LayerKey(Key, frozen=True, order=True, kw_only=True):
 
     @classmethod
     def from_strategy(cls, type_name: str, strategy: Strategy, **columns: object) -> Self:
-        """Return the key of a layer under a strategy, with further columns; embedding and head recompute nothing."""
+        """Return the key of a layer under a strategy, with further columns; embedding and head are never recomputed."""
         recompute = strategy.recompute if isinstance(strategy, LayerStrategy) else Recompute.NONE
         return cls.from_fields(strategy, type=type_name, recompute=recompute, **columns)
 
     def __str__(self) -> str:
-        """Return the type and the other columns by name, except columns that are left open."""
+        """Return the key in words: the type, and the other columns that are set."""
         named = (f"{name} {value}" for name, value in self.columns.items() if name != "type" and value)
         return " ".join((self.type, *named))
 
 
 class ExpertKey(Key, frozen=True, order=True, kw_only=True):
-    """The key of figures of a layer's experts on one rank, whatever the rest of the layer does."""
+    """The key of the figures of a layer's experts on one rank, which do not depend on the rest of the layer."""
 
     type: str
     """The layer's type in the model description."""
@@ -86,11 +86,11 @@ class HostKey(Key, frozen=True, order=True, kw_only=True):
 
 
 class Keyed(Protocol):
-    """A row of a table of figures of layers, or whatever else has its key."""
+    """A row of a table of layer figures, or any other struct with a layer's key."""
 
     @property
     def key(self) -> LayerKey:
-        """Return the key."""
+        """Return the row's key."""
 
 
 KeyedRow = TypeVar("KeyedRow", bound=Keyed)

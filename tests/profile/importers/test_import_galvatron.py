@@ -203,7 +203,7 @@ def test_a_table_that_is_not_what_its_raw_rows_give_is_named(request_for, memory
 
 def test_keys_of_another_grammar_are_named(request_for, times_file):
     notes = import_galvatron(request_for(times=times_file | {"layernum_7": 1.0})).provenance.notes
-    assert "Keys that are not understood were passed over: layernum_7." in notes
+    assert "Unknown keys were ignored: layernum_7." in notes
 
 
 def test_notes_stay_within_what_is_read_back(request_for, tmp_path, times_file):
@@ -217,8 +217,8 @@ def test_notes_stay_within_what_is_read_back(request_for, tmp_path, times_file):
 
 def test_a_file_without_lengths_is_taken_at_the_models_and_says_so(request_for, times_file):
     older = {key.replace("_seq32", ""): value for key, value in times_file.items()}
-    assert "does not say its sequence_length" in import_galvatron(request_for(times=older)).provenance.notes
-    assert "does not say its sequence_length" not in import_galvatron(request_for()).provenance.notes
+    assert "does not state its sequence_length" in import_galvatron(request_for(times=older)).provenance.notes
+    assert "does not state its sequence_length" not in import_galvatron(request_for()).provenance.notes
 
 
 def test_a_negative_rest_is_absent_and_named(request_for, rows_of):

@@ -128,7 +128,7 @@ def test_an_overlap_slows_both_sides_at_no_known_size(tables_for):
         ({"allreduce": {"allreduce_size_2_consec_1": float("inf")}}, "not a finite number"),
         ({"allreduce": {"a": 1.0}, "overlap": {"overlap_coe": 0.5}}, "a speed-up"),
         ({"allreduce": {"a": 1.0}, "overlap": {}}, "has no overlap_coe"),
-        ({"size": "some", "allreduce": {"a": 1.0}}, "its name does not say"),
+        ({"size": "some", "allreduce": {"a": 1.0}}, "its name does not state"),
     ],
 )
 def test_impossible_tables_are_one_clear_line(tables_for, contents, problem):

@@ -48,7 +48,7 @@ def setting(make) -> Setting:
 
 
 def _shared(setting, ep_size, etp_size, kind=DataParallel.ZERO2, **changes):
-    """A plan of two stages, or of one, whose ranks share experts out."""
+    """A plan of two stages, or of one, whose ranks shard experts."""
     settings = {"pp_size": 2, "tp_size": 2, "data_parallel": kind, "sequence_parallel": SequenceParallel.MEGATRON}
     choice = setting.uniform("mine", micro_batch_size=2, **settings | changes)
     return setting.plan(with_experts("mine", setting.model, choice, ep_size, etp_size), "mine")
@@ -148,8 +148,8 @@ def test_torchtitan_is_told_degrees_of_experts(setting):
         ),
         (System.TORCHTITAN, {"ep_size": 2, "etp_size": 4}, "ep_size 2 x etp_size 4 beside tp_size 2"),
         (System.TORCHTITAN, {"ep_size": 1, "etp_size": 1}, "ep_size 1 x etp_size 1 beside tp_size 2"),
-        (System.DEEPSPEED, {"ep_size": 2, "etp_size": 1}, "whose ranks share experts out: leave out its experts"),
-        (System.MEGATRON, {"shard_size": 2, "ep_size": 2, "etp_size": 1}, "experts beside states sharded in groups"),
+        (System.DEEPSPEED, {"ep_size": 2, "etp_size": 1}, "whose ranks shard experts: leave out its experts"),
+        (System.MEGATRON, {"shard_size": 2, "ep_size": 2, "etp_size": 1}, "experts with states sharded in groups"),
     ],
 )
 def test_a_sharing_that_a_system_does_not_have_is_refused(setting, system, made, problem):
@@ -164,7 +164,7 @@ def test_a_sharing_that_a_system_does_not_have_is_refused(setting, system, made,
 
 def test_experts_beside_whole_sequences_are_not_for_megatron(setting):
     choice = setting.uniform("mine", 2, 2, GradientReduction.DEFERRED, tp_size=2)
-    with pytest.raises(BadInput, match="experts beside tensor parallelism of whole sequences"):
+    with pytest.raises(BadInput, match="experts with tensor parallelism but without sequence parallelism"):
         SYSTEMS[System.MEGATRON].export(setting.plan(choice, "mine"), "plan.json")
 
 

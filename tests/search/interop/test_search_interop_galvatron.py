@@ -143,7 +143,7 @@ def test_microbatches_are_those_that_torchs_chunk_makes(read, config):
     [
         ({"cp_sizes_enc": "1,2,1,1,0"}, "cp_sizes_enc has a degree below 1"),
         ({"cp_sizes_enc": "1,3,1,1,1"}, "tp_sizes_enc of layer 1: 2 x cp 3 does not divide the 8 ranks"),
-        ({"cp_sizes_enc": "2,1,1,1,1"}, "tp_sizes_enc of layer 0: strided groups beside cp 2"),
+        ({"cp_sizes_enc": "2,1,1,1,1"}, "tp_sizes_enc of layer 0: strided tp groups with cp 2"),
         ({"vcp": 8}, "vtp: 2 x cp 8 does not divide the 8 ranks"),
         (
             {"ep_sizes_enc": "1,2,2,2,2"},
@@ -151,7 +151,7 @@ def test_microbatches_are_those_that_torchs_chunk_makes(read, config):
         ),
         ({"tp_of_ep_sizes_enc": "1,1,0,1,1"}, "ep_sizes_enc or tp_of_ep_sizes_enc has a degree below 1"),
         ({"checkpoint": "1,2,0,0,0"}, "checkpoint of layer 1 is 2"),
-        ({"use_sp": "1,0"}, "use_sp has 2 numbers, tp_sizes_enc 5"),
+        ({"use_sp": "1,0"}, "use_sp has 2 numbers, tp_sizes_enc has 5"),
         ({"tp_sizes_enc": "4,2,x,8,2"}, "tp_sizes_enc is not a list of numbers"),
         ({"tp_sizes_enc": "4,2,3,8,2"}, "tp_sizes_enc of layer 2: 3 does not divide the 8 ranks"),
         ({"tp_sizes_enc": "4,2,0,8,2"}, "tp_sizes_enc of layer 2: 0 does not divide the 8 ranks"),
@@ -192,7 +192,7 @@ def test_another_model_or_cluster_is_refused(read, config):
 def test_tensor_parallelism_needs_the_word_whether_it_shares_the_sequence(read, config):
     silent = replace(RUN, sequence_parallel=None)
     with pytest.raises(
-        BadInput, match=r"tp_sizes_enc of layer 0 is 4, and the file does not say .*--sequence-parallel"
+        BadInput, match=r"tp_sizes_enc of layer 0 is 4, and the file does not state .*--sequence-parallel"
     ):
         read(config(), silent)
     only_ulysses = config(tp_sizes_enc="1,1,1,1,2")

@@ -206,7 +206,7 @@ def test_a_script_that_lacks_something_says_what(tmp_path, script, changes, says
         ("a A100\nb A100\nc A10", "1 hosts of type A10, the plan's cluster has 2 such nodes: name each node"),
         ("a A100\nb A100\nc A10\nd A10\ne A10", "3 hosts of type A10"),
         ("a A100\nb H100\nc A10\nd A10", "line 2: the plan's cluster has no node type 'H100', only A10, A100: give"),
-        ("a A100\na A100\nc A10\nd A10", "line 2: host a stands twice"),
+        ("a A100\na A100\nc A10\nd A10", "line 2: host a is listed twice"),
         ("a A100\n-oProxyCommand=x A100", "line 2: '-oProxyCommand=x' is not a host name"),
         ("a;b A100", "line 1: 'a;b' is not a host name"),
         ("a", "line 1: the plan's cluster has no node type ''"),

@@ -72,7 +72,10 @@ def test_one_of_embedding_and_loss_may_count_as_a_layer():
     assert _sizes(_read(f"{EMBEDDING} {LOSS} {CHUNKS} 8", 8, model).plan) == [1, *[2] * 62, 1]
     for words, problem in (
         (f"{EMBEDDING} {CHUNKS} 8", "126 layers and 1 for embedding and loss are no multiple of 64 ranges"),
-        (f"{EMBEDDING} --decoder-first-pipeline-num-layers 4", "beside a number of layers of the first or last stage"),
+        (
+            f"{EMBEDDING} --decoder-first-pipeline-num-layers 4",
+            "together with a number of layers of the first or last stage",
+        ),
         (f"{LOSS} --num-layers-per-virtual-pipeline-stage 3", "3 for 127 layers in 8 pipeline stages"),
         (f"--decoder-first-pipeline-num-layers 7 {CHUNKS} 2", "7 layers of a stage in 2 chunks"),
     ):
@@ -121,7 +124,7 @@ def test_a_recipes_layout_of_lists_is_the_same():
 
 def test_layers_that_predict_further_tokens_that_were_not_asked_for_are_named():
     assert _read(f"{LAYOUT} 'Et*16|t*16,mL' --mtp-num-layers 1", 2).notes == (
-        "its mtp_num_layers is 1: it is priced with 0, as asked (--mtp)",
+        "its mtp_num_layers is 1: it is priced with 0, by --mtp",
     )
     assert _read("--mtp-num-layers 2", 2).notes[0].startswith("its mtp_num_layers is 2: ")
     assert _read(f"{LAYOUT} 'Et*16|t*16L' --mtp-num-layers 0", 2).notes == ()

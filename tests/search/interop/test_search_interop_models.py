@@ -109,7 +109,7 @@ def test_a_window_that_samples_are_longer_than_is_refused(make):
 
 def test_what_the_arguments_cannot_hold_of_a_model_is_told(make):
     notes = megatron_arguments(_plan(make, "bert-large"), PLAN).notes
-    assert any("of a bert model it is told the sizes alone" in note for note in notes)
+    assert any("of a bert model the arguments give only the sizes" in note for note in notes)
     scaled = _plan(make, "llama-2-7b", rope_scaling={"type": "linear", "factor": 2.0})
     assert "rotary embeddings of type linear are not in the file" in megatron_arguments(scaled, PLAN).notes
 

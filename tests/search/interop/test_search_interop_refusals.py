@@ -90,7 +90,7 @@ REFUSED = {
     "head: strided groups": lambda p: changed(
         p, head=msgspec.structs.replace(p.head, tp_consecutive=False, sequence_parallel=SequenceParallel.MEGATRON)
     ),
-    "a head sharded otherwise": lambda p: changed(p, head=msgspec.structs.replace(p.head, tp_size=4, dp_size=2)),
+    "a head sharded differently": lambda p: changed(p, head=msgspec.structs.replace(p.head, tp_size=4, dp_size=2)),
     "precision float64/float64/float64": lambda p: changed(
         p, precision=Precision(parameters="float64", compute="float64", reduce="float64")
     ),

@@ -32,7 +32,7 @@ class Executor(SlurmExecutor):  # type: ignore[misc]
 
     @property
     def next_seconds_between_status_checks(self) -> float:
-        """Seconds until the next look at the jobs."""
+        """Return the seconds until the next check of the jobs' status."""
         most = self.workflow.executor_settings.max_seconds_between_status_checks
         return float(min(SlurmExecutor.next_seconds_between_status_checks.fget(self), most))
 
@@ -55,5 +55,5 @@ class Executor(SlurmExecutor):  # type: ignore[misc]
 
 
 def is_heterogeneous(job: SubmittedJobInfo) -> bool:
-    """Whether a job has several components: the options of the others follow a colon."""
+    """Return whether a job has several components; a colon separates their options."""
     return " : " in str(job.job.resources.get("slurm_extra", ""))

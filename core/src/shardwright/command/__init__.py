@@ -35,7 +35,7 @@ A command is a struct of options and a function that takes it::
 - What no single option can say (two options that need each other) is checked in the command; raise BadInput.
 - Put structs where importing them costs little, since `--help` imports them all; the function is imported when its
   command runs, with all that it needs.
-- `show(text)` prints a result. Where a command writes a file too, show before the file gets its name (inside
+- `show(text)` prints a result. If a command writes a file too, show before the file gets its name (inside
   `atomic_path`): when standard output is full, no file must claim success.
 - Tests call `run(APP, ["fit", ...])`, which raises SystemExit.
 """

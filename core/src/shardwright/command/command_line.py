@@ -1,4 +1,4 @@
-"""A command line: names of commands, their options, the functions that run them, and the exit code they lead to."""
+"""The command line: command names, their options, the functions that run them, and the exit codes."""
 
 import shlex
 import shutil
@@ -21,7 +21,7 @@ _HELP = ("-h", "--help")
 
 
 class BatchOptions(Options, frozen=True, kw_only=True):
-    """Run many commands in one process; the first that fails ends it, and what others before it wrote stays."""
+    """Run many commands in one process; the first failure ends it, and files of earlier commands remain."""
 
     file: Annotated[Path, POSITIONAL]
     """Text: on each line the words of one command, quoted as for a shell; # begins a comment."""
@@ -35,7 +35,7 @@ class Command(NamedTuple):
     """`package.module:function`, which takes the options; it is imported when the command runs."""
 
     def parse(self, prog: str, arguments: Sequence[str]) -> Options:
-        """The options that the arguments spell. Raises BadInput if they are wrong, and SystemExit after `--help`."""
+        """Return the options that the arguments state. Raises BadInput if one is wrong, SystemExit after `--help`."""
         options = list(options_of(self.options))
         places = " ".join(option.name + " ..." * option.repeats for option in options if option.is_positional)
         usage = f"{prog} {places} [options]".replace("  ", " ")
@@ -68,7 +68,7 @@ class CommandLine(NamedTuple):
     commands: Mapping[str, Command]
 
     def call(self, arguments: Sequence[str]) -> int:
-        """Run what the arguments ask for; its exit code."""
+        """Run the command that the arguments name, and return its exit code."""
         for name, command in self._all.items():
             words = name.split()
             if list(arguments[: len(words)]) == words:
@@ -140,7 +140,7 @@ def _exit_code(app: CommandLine, arguments: Sequence[str]) -> int:
 
 
 def _culprit(error: OSError | MemoryError) -> ShardwrightError:
-    """The fault of an error that nobody caught; if it names no file, standard output may have caused it."""
+    """Return the error to report for an uncaught exception; without a file name, standard output may be the cause."""
     if isinstance(error, OSError) and error.filename is None:
         try:
             flush()
@@ -171,7 +171,7 @@ class _Parser(ArgumentParser):
 
 
 def _add(parser: ArgumentParser, option: Option, meaning: str) -> None:
-    """Add one option to a parser; what is not given stays out of its result, so that the struct's default holds."""
+    """Add one option to a parser; an option that is not given stays unset, so that the struct's default applies."""
     settings: dict[str, Any] = {"help": _help(option, meaning), "default": SUPPRESS}
     if option.is_switch:
         settings["action"] = BooleanOptionalAction if option.off is None else "store_true"

@@ -12,13 +12,13 @@ _STANDARD_OUTPUT = "standard output"
 
 
 def show(text: str) -> None:
-    """Print a result on standard output; BadInput if that cannot take it, ReaderGone if nobody reads it."""
+    """Print a result on standard output; raise BadInput if it cannot be written, ReaderGone if the reader has left."""
     with _faults_of_output():
         print(text, flush=True)
 
 
 def flush() -> None:
-    """Print what is still waiting; BadInput if standard output cannot take it, ReaderGone if nobody reads it."""
+    """Flush standard output; raise BadInput if it cannot be written, ReaderGone if the reader has left."""
     with _faults_of_output():
         sys.stdout.flush()
 
@@ -43,7 +43,7 @@ def check_streams() -> None:
 
 
 def discard_output() -> None:
-    """Discard what standard output could not take, so that Python does not try to write it again when it exits."""
+    """Discard output that could not be written, so that Python does not try to write it again when it exits."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.close(nowhere)

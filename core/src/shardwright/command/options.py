@@ -1,4 +1,4 @@
-"""Options of a command: a struct whose fields say type, limits, default and meaning once."""
+"""Options of a command: a struct whose fields define type, limits, default and meaning once."""
 
 from collections.abc import Iterator
 from enum import Enum
@@ -22,7 +22,7 @@ class Off(NamedTuple):
 
 
 class _Positional(NamedTuple):
-    """See POSITIONAL."""
+    """Marks an argument without a name: see POSITIONAL."""
 
 
 POSITIONAL = _Positional()
@@ -30,7 +30,7 @@ POSITIONAL = _Positional()
 
 
 class Option(NamedTuple):
-    """A field of an options struct, as the command line sees it."""
+    """An option of the command line, made from a field of an options struct."""
 
     field: str
     spelling: str
@@ -50,22 +50,22 @@ class Option(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its name on the command line and in errors."""
+        """Return the option's name, as the command line and error messages show it."""
         return self.spelling.upper() if self.is_positional else f"--{self.spelling.replace('_', '-')}"
 
     @property
     def is_switch(self) -> bool:
-        """Whether it takes no value."""
+        """Return whether the option is a switch, which takes no value."""
         return self.type is bool
 
     @property
     def placeholder(self) -> str:
-        """The word that stands for its value in the help."""
+        """Return the placeholder of the option's value in the help text."""
         return f"{{{','.join(self.choices)}}}" if self.choices else _PLACEHOLDERS.get(self.type, "TEXT")
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The only accepted values, if it has a fixed set of them."""
+        """Return the only accepted values, if the option has a fixed set of them."""
         if get_origin(self.type) is Literal:
             return tuple(map(str, get_args(self.type)))
         is_enum = isinstance(self.type, type) and issubclass(self.type, Enum)
@@ -73,7 +73,7 @@ class Option(NamedTuple):
 
     @property
     def limits(self) -> str:
-        """Its limits in words; empty if it is not a number."""
+        """Return the limits of a number in words; empty for other types."""
         return " and ".join(filter(None, _bounds(self.metas)))
 
     def value(self, text: str) -> object:
@@ -145,7 +145,7 @@ def _unwrapped(hint: object) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _bounds(metas: tuple[msgspec.Meta, ...]) -> tuple[str, str]:
-    """The lower and the upper limit in words; the tightest of each, since a type may narrow another."""
+    """Return the lower and the upper limit in words; the tightest of each, since a type may narrow another type."""
     lows = [(meta.ge, "at least") for meta in metas if meta.ge is not None]
     lows += [(meta.gt, "above") for meta in metas if meta.gt is not None]
     highs = [(meta.le, "at most") for meta in metas if meta.le is not None]

@@ -16,7 +16,7 @@ _FORM_OF_LINK = {"nvlink": "SXM", "xgmi": "OAM", "pcie": "PCIE"}
 
 
 class Known(NamedTuple):
-    """What is known of a device that a name may mean."""
+    """Facts of a device by which a name is matched: words, form, memory and number."""
 
     labels: tuple[str, ...]
     """Its key, and its names."""
@@ -25,7 +25,7 @@ class Known(NamedTuple):
 
 
 class _Spelling(NamedTuple):
-    """The parts of a name."""
+    """A device's name, split into words, form and memory."""
 
     words: frozenset[str]
     forms: frozenset[str]

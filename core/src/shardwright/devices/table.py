@@ -1,4 +1,4 @@
-"""The table of devices: what makers and others published of each, with the source of every figure."""
+"""The table of devices: published figures of each device, every figure with its source."""
 
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -90,7 +90,7 @@ class Device(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 raise ValueError(f"{name} and {source} need each other")
 
     def peak(self, products: str) -> float | None:
-        """The published rate of dense matrix products in a number format, in FLOP/s; None if nobody published it."""
+        """Return the published rate of dense matrix products in a number format, in FLOP/s; None if there is none."""
         return next((rate for name, rate in self.peaks.items() if name == products), None)
 
     @property
@@ -115,7 +115,7 @@ class DeviceTable(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 seen.add(name)
 
     def key_of(self, name: str) -> str:
-        """The key of the device that a name means; a driver's name, and one without a device, as they are."""
+        """Return the key of the device that a name means; a name of no device, or of several, is returned unchanged."""
         meant = self.meant_by(name)
         return meant[0] if len(meant) == 1 else name
 
@@ -133,7 +133,7 @@ class DeviceTable(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def read_devices(path: Path | None = None) -> DeviceTable:
-    """Read a table of devices, by default the one of this package; BadInput says what is wrong with it."""
+    """Read a table of devices, by default the one of this package; raise BadInput if it is invalid."""
     if path is None:
         with as_file(files("shardwright.devices") / "devices.toml") as shipped:
             return read_devices(shipped)
@@ -153,12 +153,12 @@ def read_devices(path: Path | None = None) -> DeviceTable:
 
 @cache
 def shipped_devices() -> Mapping[str, Device]:
-    """Return the devices of this package's table by the names that drivers give them."""
+    """Return the devices of this package's table, keyed by the names that drivers report."""
     return {name: device for device in read_devices().devices.values() for name in device.names}
 
 
 def device_named(table: DeviceTable, name: str, option: str = "--device") -> tuple[str, Device]:
-    """Return the device that a name means, with the name that profiles of it carry: the driver's.
+    """Return the device that a name means, and the driver's name for it, under which its profiles are stored.
 
     Raises BadInput naming the option that has the name when the table has no such device, or several.
     """

@@ -17,7 +17,7 @@ MFU_COUNTS = (
 
 
 class Utilization(NamedTuple):
-    """Shares of the devices' peak, by what of attention counts."""
+    """Model FLOP utilization (MFU): achieved over peak FLOP/s, by how attention's operations are counted."""
 
     causal: float
     """Pairs of positions that attention sees: about half of all pairs if attention is causal."""
@@ -32,7 +32,7 @@ class Utilization(NamedTuple):
 
 
 def model_flops_utilization(plan: Plan, step_time_s: float) -> Utilization | None:
-    """Return the shares of the published peak that the model's own operations use, or None.
+    """Return the model FLOP utilization of a plan at a step time; None if the device's peak is not known.
 
     The peak of each device is the one of the plan's number format in the table of devices; None if that has none.
     A backward pass counts twice a forward pass, less for what is frozen; what is recomputed does not count.
@@ -71,7 +71,7 @@ def _masked_flops(model: Model, type_name: str) -> float:
 
 
 def _is_causal(family: Family, heads: Heads) -> bool:
-    """Return whether positions attend only to themselves and earlier ones, as in a decoder.
+    """Return whether positions attend only to themselves and to earlier positions, as in a decoder.
 
     That positions of an image see all of it, in some families, does not count: these are few of a sample's.
     """

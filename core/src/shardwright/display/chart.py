@@ -19,7 +19,7 @@ class ChartAxis(NamedTuple):
     scale: Callable[[float], float] = float
 
     def at(self, value: float) -> float:
-        """Return the place of a value, in px."""
+        """Return the position of a value along the axis, in px."""
         low, high = self.scale(self.low), self.scale(self.high)
         return self.start + (self.scale(value) - low) / (high - low) * (self.end - self.start)
 

@@ -1,4 +1,4 @@
-"""Colours by meaning: what has a colour in one picture has it in all of them."""
+"""Colours by meaning: the same kind of thing has the same colour in all pictures."""
 
 from collections.abc import Mapping
 from itertools import count
@@ -48,7 +48,7 @@ def term_colour(term: str) -> str:
 
 
 def chunk_colour(colour: str, chunk: int, chunks: int) -> str:
-    """Return the colour of one of the chunks of a pipeline stage, the darker the later it comes."""
+    """Return the colour of a model chunk of a pipeline stage; later chunks are darker."""
     return colour if chunks == 1 else _scaled(colour, 1 - 0.4 * chunk / (chunks - 1))
 
 
@@ -63,9 +63,9 @@ def strategy_colour(strategy: Strategy) -> str:
 
 
 def series_numbers(wanted: Mapping[str, int]) -> dict[str, int]:
-    """Return the number of each series' sign by its label: the wanted one, or for all but one that want it a free one.
+    """Return the sign number of each series by its label: the wanted number, or a free one if several want the same.
 
-    What a series means says which number is wanted, so that it has the same sign whatever stands beside it.
+    The wanted number depends on a series' meaning, so that it has the same sign in all pictures.
     """
     first = {number % SIGNS: label for label, number in reversed(list(wanted.items()))}
     numbers = {label: number for number, label in first.items()}

@@ -10,7 +10,7 @@ _WORDS_WIDTH = 40
 
 
 class PrintedColumn(NamedTuple):
-    """A column of a printed table: its heading may be broken between words, and so may cells of words."""
+    """A column of a printed table; its heading and its cells may be wrapped between words."""
 
     heading: str
     cells: Sequence[str]
@@ -20,13 +20,13 @@ class PrintedColumn(NamedTuple):
 
     @property
     def min_width(self) -> int:
-        """Return the characters that it needs."""
+        """Return the least width, in characters, when all that may be wrapped is."""
         heading = max(map(len, self.heading.split()), default=0)
         return max(heading, min(self._widest, _WORDS_WIDTH) if self.is_words else self._widest)
 
     @property
     def max_width(self) -> int:
-        """Return the characters with which nothing is broken."""
+        """Return the width, in characters, at which nothing is wrapped."""
         return max(len(self.heading), self._widest)
 
     @property
@@ -52,7 +52,7 @@ def split_columns(
 
 
 def widths_of(columns: Sequence[PrintedColumn], room: int) -> list[int]:
-    """Return the characters of each column of one table: what it needs, and of the rest what it can use."""
+    """Return the width of each column of one table: its least width, and a share of the characters that are left."""
     widths, spare = [column.min_width for column in columns], room - _taken(columns)
     for number, column in enumerate(columns):
         more = max(0, min(spare, column.max_width - column.min_width))

@@ -11,7 +11,7 @@ Row = tuple[Sequence[str], Sequence[str], bool]
 
 
 def html_page(title: str, first_line: str, body: str, script: str = "") -> str:
-    """Return a page with a title and a first line (HTML) above its body; it loads nothing, from the net or elsewhere.
+    """Return a self-contained page with a title and a first line (HTML) above its body.
 
     `script`: JavaScript that runs once all is there.
     """
@@ -27,9 +27,9 @@ def html_page(title: str, first_line: str, body: str, script: str = "") -> str:
 
 
 def with_contents(sections: Iterable[tuple[str, str]], note: str = "", before: str = "") -> str:
-    """Return a list of contents, the introduction, and the sections, each with a title and HTML.
+    """Return a table of contents, the introduction, and the sections, each with a title and HTML.
 
-    `note` stands below the list, in words.
+    `note` is below the list, in words.
     """
     parts = listed = ""
     for number, (title, content) in enumerate(sections, start=1):
@@ -45,7 +45,7 @@ def html_figure(title: str, draw: Callable[[float], str]) -> str:
 
 
 def html_drawings(draw: Callable[[float], str]) -> str:
-    """Return a picture that is drawn for the width of the page, and once more for that of a telephone, which shows it.
+    """Return a picture drawn twice: at the width of the page, and at the width of a phone, of which one is shown.
 
     So words in it are as large as they are on a wide page.
     """
@@ -53,12 +53,12 @@ def html_drawings(draw: Callable[[float], str]) -> str:
 
 
 def html_drawing(drawing: str) -> str:
-    """Return a drawing as wide as the page, which a click shows at its own width, to be scrolled, without a script."""
+    """Return a drawing as wide as the page; a click shows it at full size, to be scrolled, without a script."""
     return f'<label class="wide"><input type="checkbox" aria-label="larger"/>{drawing}</label>'
 
 
 def html_tiles(tiles: Iterable[tuple[str, str]]) -> str:
-    """Return numbers, each with words below it, as tiles in a row."""
+    """Return a row of tiles, each a number with a caption below it."""
     drawn = (f'<div class="tile"><b>{escape(value)}</b><span>{escape(words)}</span></div>' for value, words in tiles)
     return f'<div class="tiles">{"".join(drawn)}</div>'
 

@@ -1,4 +1,4 @@
-"""Sections of a page in Markdown, whose texts stay texts whatever they hold."""
+"""Sections of a page in Markdown, with all texts escaped."""
 
 import re
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Use of each node type of a mixed cluster in a step: which one binds, how long it idles, and what that costs."""
+"""Utilization of each node type of a mixed cluster in a step: which type binds, how long it idles, at what cost."""
 
 from collections import Counter
 from collections.abc import Sequence

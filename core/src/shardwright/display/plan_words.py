@@ -1,4 +1,4 @@
-"""Plans and strategies in words, for what commands print and for reports."""
+"""Plans and strategies in words, for printed output and reports."""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -19,9 +19,9 @@ def range_words(low: int, high: int) -> str:
 
 
 def layer_runs(plan: Plan, low: int, high: int) -> tuple[str, ...]:
-    """Return the strategies of layers `low` to `high`, exclusive, with equal neighbours together.
+    """Return the strategies of layers `low` to `high`, exclusive; equal neighbours are merged.
 
-    Where types of block alternate, they are not shown apart.
+    If types of block alternate, they are not shown apart.
     """
     types = [kind for kind, _ in groupby(plan.model.layers)]
     shown = plan.layers if len(types) == len(set(types)) else [strategy_words(layer) for layer in plan.layers]
@@ -51,7 +51,7 @@ def headline(plan: Plan) -> str:
 
 
 def optimizer_words(plan: Plan) -> str:
-    """Return what follows the words of a plan on its optimizer, where that is not the usual one."""
+    """Return the words about a plan's optimizer; empty for AdamW, the default."""
     return "" if plan.optimizer == ADAMW.name else f", optimizer {plan.optimizer}"
 
 
@@ -78,7 +78,7 @@ def shape_and_runs(plan: Plan) -> list[str]:
 
 
 def layers_summary(plan: Plan) -> str:
-    """Return how many layers have which strategy, in order and by stage, after what all layers have in common."""
+    """Return how many layers have which strategy, in order and by stage, after the parts common to all layers."""
     parts = [tuple(_strategy_parts(layer)) for layer in plan.layers]
     shared = [part for part in parts[0] if len(set(parts)) > 1 and all(part in others for others in parts)]
     stages = []
@@ -92,7 +92,7 @@ def layers_summary(plan: Plan) -> str:
 
 
 def _strategy_parts(strategy: Strategy) -> Iterator[str]:
-    """Yield the parts of a strategy's words; what does not apply is left out."""
+    """Yield the parts of a strategy's words; parts that do not apply are left out."""
     axes = axes_of(strategy)
     context = f" x cp{strategy.cp_size}" if axes.shares_context else ""
     yield f"tp{strategy.tp_size}{'' if strategy.tp_consecutive else ' strided'}{context} x dp{strategy.dp_size}"

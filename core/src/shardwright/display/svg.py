@@ -102,7 +102,7 @@ def marker(number: int, x: float, y: float, size: float = 4.0, title: str = "", 
 
 
 def legend(entries: Sequence[tuple[str, str]], x: float, y: float, width: float, mark: float = 13) -> tuple[str, float]:
-    """Return the drawing of marks with words, as many in a row as fit, and its height.
+    """Return a legend (marks with labels, as many in a row as fit) and its height.
 
     An entry is the inside of a mark (an element drawn in a 13 x 13 box) and its words, broken where they are wider.
     """
@@ -122,7 +122,7 @@ def legend(entries: Sequence[tuple[str, str]], x: float, y: float, width: float,
 
 
 def picture(content: str, width: float, height: float, label: str, definitions: str = "") -> str:
-    """Return an SVG element, as wide as there is room; only on a dark page does it need `DARK_PICTURES`."""
+    """Return an SVG element that fills the available width; a page with a dark theme also needs `DARK_PICTURES`."""
     return element(
         "svg",
         (element("defs", definitions) if definitions else "") + content,

@@ -1,4 +1,4 @@
-"""How long the rest of some work takes, for people who wait for it."""
+"""Remaining time of long work, for progress messages."""
 
 from collections.abc import Callable
 from time import monotonic
@@ -7,14 +7,14 @@ from shardwright.display.units import duration_text
 
 
 class TimeLeft:
-    """The remaining time of some work, extrapolated from the progress since it was first asked for."""
+    """Remaining time of some work, extrapolated from the progress since the first call of `words`."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
         self._first: tuple[int, float] | None = None
 
     def words(self, left: int) -> str:
-        """Return the time that `left` pieces of work take, as `, about 3 min left`; nothing if it is not known."""
+        """Return the time for the remaining `left` items, as `, about 3 min left`; empty if it is not known."""
         now_s = self._clock()
         if self._first is None:
             self._first = left, now_s

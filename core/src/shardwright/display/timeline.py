@@ -1,4 +1,4 @@
-"""The simulated step as a picture: what each pipeline stage does when, what it reduces, what its links carry."""
+"""The simulated step as a picture: computation and reductions of each pipeline stage, and messages of its links."""
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby
@@ -66,7 +66,7 @@ def _rows(lanes: set[Lane], num_stages: int, top: float) -> tuple[dict[Lane, flo
 
 
 def _heading(plan: Plan, estimate: Estimate, across: float) -> tuple[str, float]:
-    """Return the plan's name and times above the lanes, in as many lines as they need, and where the lanes begin."""
+    """Return the plan's name and times above the lanes, in as many lines as needed, and the y of the first lane."""
     times = [
         f"{name} {time_s * _PER_MS:.3f} ms"
         for name, time_s in (
@@ -142,7 +142,7 @@ def by_lane(events: Iterable[TimelineEvent]) -> dict[Lane, list[TimelineEvent]]:
 
 
 def idle_s(events: Iterable[TimelineEvent], stage: int, over_s: float) -> float:
-    """Return the time that a stage neither computes nor reduces until `over_s`; its links do not count."""
+    """Return the time until `over_s` in which a stage neither computes nor reduces; sends and receives do not count."""
     busy = [event for event in events if event.stage == stage and event.kind not in (FORTH, BACK)]
     idle = reached = 0.0
     for event in sorted(busy, key=lambda event: event.start_s):

@@ -10,7 +10,7 @@ def seconds_text(time_s: float) -> str:
 
 
 def duration_text(time_s: float) -> str:
-    """Return a time that somebody waits, in whole seconds, minutes, or hours or days with what is over."""
+    """Return a duration in words: whole seconds, minutes, hours and minutes, or days and hours."""
     seconds = round(time_s)
     if seconds < 100:
         return f"{seconds} s"

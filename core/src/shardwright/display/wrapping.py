@@ -13,18 +13,18 @@ _QUOTED = re.compile(r"(?:\"[^\"]*\"|'[^']*'|[^\s\"'])+")
 
 
 def line_width() -> int:
-    """Return the characters of a line of standard output: of its terminal, else COLUMNS, else `PIPED_WIDTH`."""
+    """Return the width of a line of standard output: its terminal's, else COLUMNS, else `PIPED_WIDTH`."""
     is_known = sys.stdout.isatty() or environ.get("COLUMNS", "").isdigit()
     return get_terminal_size((PIPED_WIDTH, 24)).columns if is_known else PIPED_WIDTH
 
 
 def wrapped(lines: Iterable[str], width: int) -> str:
-    """Return lines with each longer one broken between words, and indented from its second line on."""
+    """Return lines wrapped between words; continuation lines are indented."""
     return "\n".join(_wrapped(part, width) for line in lines for part in line.split("\n"))
 
 
 def wrapped_command(command: str, width: int) -> str:
-    """Return an indented command of a shell, continued on further lines by backslashes; quoted words stay whole."""
+    """Return an indented shell command, wrapped with backslashes; quoted words stay whole."""
     indent, lines = command[: len(command) - len(command.lstrip())], [""]
     for word in _QUOTED.findall(command):
         if lines[-1] and len(f"{indent}    {lines[-1]} {word} \\") > width:

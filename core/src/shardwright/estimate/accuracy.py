@@ -1,4 +1,4 @@
-"""The errors of estimates of runs that others published: only here, with the figures of docs/accuracy.md."""
+"""Errors of estimates of published runs: kept only here, equal to the figures of docs/accuracy.md."""
 
 SPARE_SHARE = 0.08
 """Share of a device's memory that is left free: of the given published runs that are then predicted to fit, fewer
@@ -19,6 +19,6 @@ MEMORY_SEEN = (
 
 
 def memory_range(predicted_bytes: float) -> tuple[float, float]:
-    """The bytes between which nine of ten runs held what is predicted."""
+    """Return the range of bytes in which nine of ten published runs were, for a predicted value."""
     low, high = MEMORY_RANGE
     return low * predicted_bytes, high * predicted_bytes

@@ -13,7 +13,7 @@ from shardwright.types.model_profile import FitMode, FitRow, LayerRow, Quantity
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
-    """Coefficients of one curve, and what it leaves unexplained (all errors relative to the points)."""
+    """Coefficients of one fitted curve, and its errors, all relative to the points."""
 
     constant: float
     linear: float
@@ -83,7 +83,7 @@ def on_joint_curve(curve: FitRow, samples: int, length: int) -> float:
 
 
 def of_other_shares(curve: FitRow | None, samples: int, length: int, parts: int) -> float:
-    """Return what attention of a share of `length` positions to the other of `parts` shares adds.
+    """Return what attention of a share of `length` positions to the other `parts` - 1 shares adds to a figure.
 
     Pairs of positions grow by the quadratic term of the joint curve, at least by nothing; None: there is no such curve.
     """

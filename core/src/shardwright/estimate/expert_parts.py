@@ -1,4 +1,4 @@
-"""Operations and kept tensors of a layer's experts, and of the router that chooses among them."""
+"""Operations and saved tensors of a layer's experts, and of the router that chooses among them."""
 
 from msgspec import UNSET
 from msgspec.structs import replace
@@ -24,7 +24,7 @@ _TILE_ROWS = 128
 
 
 def router_part(model: Model, experts: Experts, stream: int, hidden: int) -> Part:
-    """Return what chooses the experts of each position, sorts a row for each of them, and sums up the results.
+    """Return the router: it chooses each position's experts, sorts a row for each, and sums up the results.
 
     Each rank has whole matrices. A row keeps its expert, its places sorted and back, and its weight twice where weights
     are divided by their sum. Experts that compute every position are a feed-forward part beside it.
@@ -68,7 +68,7 @@ def router_part(model: Model, experts: Experts, stream: int, hidden: int) -> Par
 
 
 def experts_part(model: Model, experts: Experts, rows: int, hidden: int, result: int, exchanged: bool = False) -> Part:
-    """Return the experts of one rank that compute this number of rows under an even load; `result` elements leave them.
+    """Return the experts of one rank for a number of rows under an even load; `result` elements leave them.
 
     Rows are kept, and of their features what the family says. Those that are `exchanged` among ranks also keep their
     places sorted and back.

@@ -1,4 +1,4 @@
-"""Rows of an analytic profile for layers with expert parallelism: the experts, and the rest of the layer."""
+"""Rows of an analytic profile for layers with expert parallelism: the experts, and the layer without them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -48,7 +48,7 @@ def rest_rows(
 def expert_rows(
     models: Sequence[Model], strategies: Sequence[Strategy], settings: ProfileSettings, machines: Machines
 ) -> Iterator[ExpertRow]:
-    """Yield the rows of experts: any number of them that can be a rank's, for all rows that it can have."""
+    """Yield the rows of experts: for each possible number of experts on a rank, at all its possible row counts."""
     for key in expert_keys(models, strategies, settings, settings.recompute):
         figures = estimate_experts(models[0], key, settings.precision, machines.reached_in(key.type))
         yield ExpertRow.from_figures(key, _analytic(figures))
@@ -98,9 +98,9 @@ def expert_keys(
     recompute: Sequence[Recompute],
     levels: int | None = None,
 ) -> Iterator[ExpertKey]:
-    """Yield the keys of all numbers of experts that a rank can have, with all or `levels` numbers of rows.
+    """Yield the keys for every possible number of experts on a rank, at all row counts or at `levels` of them.
 
-    `models` are descriptions of one model at each length, and `strategies` those of the rest of its layers.
+    `models` are descriptions of one model at each length, and `strategies` are those of its layers without experts.
     """
     for name in sparse_types(models[0]):
         experts = models[0].types[name].experts
@@ -129,7 +129,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def micro_batch_sizes(settings: ProfileSettings) -> tuple[int, ...]:
-    """Return the samples of a tensor-parallel group that are asked for."""
+    """Return the requested micro-batch sizes, in samples of a tensor-parallel group."""
     asked = settings.micro_batch_sizes
     return asked if isinstance(asked, tuple) else asked.values(None)
 
@@ -141,9 +141,9 @@ def _rows(
     experts: Experts,
     parts: int,
 ) -> Iterator[int]:
-    """Yield row counts from the fewest to twice the largest at even load, doubling each time.
+    """Yield row counts, doubling from the fewest to twice the largest under an even load.
 
-    More than a profile can say lie on the line that its last two give.
+    Larger counts are extrapolated from the last two.
     """
     sizes = micro_batch_sizes(settings)
     positions = [

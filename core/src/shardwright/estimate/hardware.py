@@ -1,4 +1,4 @@
-"""A hardware profile from the table of devices, unmeasured: messages by the alpha-beta model, and given overlap."""
+"""An estimated hardware profile from the device table: message times by the alpha-beta model, overlap as given."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
@@ -37,7 +37,7 @@ _UpTo = tuple[tuple[int, float], ...]
 
 
 class NodeRates(NamedTuple):
-    """Rates at which a node sends to others, in one direction and bytes/s, by the number of nodes of a group.
+    """Rates at which a node sends to other nodes, in one direction and bytes/s, by the number of nodes of a group.
 
     `step_s` is the latency of one step from a node to the next.
     """
@@ -60,7 +60,7 @@ class NodeRates(NamedTuple):
         raise BadInput(_OPTION, problem, "add the rate for that number of nodes")
 
     def scaled(self, factor: float) -> "NodeRates":
-        """Return all rates multiplied by a factor."""
+        """Return the rates multiplied by a factor."""
         by_collective = tuple((collective, _scaled(rates, factor)) for collective, rates in self.by_collective)
         return self._replace(up_to=_scaled(self.up_to, factor), by_collective=by_collective)
 
@@ -111,7 +111,7 @@ def _up_to(text: str) -> _UpTo:
 
 
 class Network(NamedTuple):
-    """The links of a cluster as reached, inside its nodes and between them."""
+    """The achievable rates of a cluster's links, inside its nodes and between them."""
 
     link: Link
     """Link of each device inside a node; the slowest node's."""
@@ -124,7 +124,7 @@ class Network(NamedTuple):
 def analytic_hardware(
     cluster: Cluster, network: Network, rates: Mapping[str, float], provenance: Provenance
 ) -> HardwareProfile:
-    """Return the profile of every kind of message that a sweep would time, at growing sizes, each with one time.
+    """Return the profile of all messages that a measurement would time, at growing sizes, with one time for each.
 
     `rates` are the device's by name, as a sweep has them. Raises BadInput if the cluster has several nodes and
     nothing says how fast they are joined.
@@ -151,7 +151,7 @@ def analytic_hardware(
 
 
 def message_times_s(key: CollectiveKey, leaving: float, network: Network, message_bytes: NDArray[Any]) -> NDArray[Any]:
-    """Return times of messages that all groups exchange at once: the slower of a device's link and a node's network.
+    """Return times of messages that all groups send at once: the slower of a device's link and a node's network.
 
     A ring crosses the border of a node once each way, and an all_to_all sends from each rank to all ranks of other
     nodes, to all of them at once; groups that leave one node share its network, `leaving` being what they send out of

@@ -1,4 +1,4 @@
-"""What other runtimes hold in memory differently from this one, each with its source; the cost model uses it.
+"""How the memory of other runtimes differs from this one's, each with its source; the cost model uses it.
 
 Layers' figures and parameters' bytes are made with these habits on the way into the solver, so that a search, a
 prediction and the accuracy benchmark count the same.
@@ -57,7 +57,7 @@ class Held(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def text(self) -> str:
-        """What is assumed in words."""
+        """Return the assumptions in words."""
         words = [f"{self.loss_bytes} bytes a logit in the loss"]
         words += [text for name, text in _WORDS if getattr(self, name)]
         if self.recomputed:
@@ -65,10 +65,10 @@ class Held(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return ", ".join(words) + (f", {self.reserved:g} times its tensors reserved" if self.reserved != 1 else "")
 
     def part(self, part: Part, itemsize: int, in_fp8: bool, is_sharded: bool) -> Part:
-        """A part of a layer as this runtime keeps it, with or without products in FP8.
+        """Return a part of a layer with the tensors that this runtime saves, with or without products in FP8.
 
         `itemsize` is the compute format's.
-        `is_sharded`: tensor-parallel ranks share it out.
+        `is_sharded`: tensor-parallel ranks shard it.
         """
         kept = self._without_recomputed(replace(part, inside=part.inside - self.fused_gate * part.gate))
         of_logit = self.loss_bytes if self.sharded_loss_bytes is None or not is_sharded else self.sharded_loss_bytes
@@ -87,7 +87,7 @@ class Held(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
 
     def _without_recomputed(self, part: Part) -> Part:
-        """A part without what the modules that are recomputed would keep."""
+        """Return a part without the saved tensors of recomputed modules."""
         if Module.LAYERNORM in self.recomputed:
             part = replace(part, outside=part.outside - part.outside_inputs, outside_inputs=0)
         if Module.MLA_UP_PROJ in self.recomputed:

@@ -1,4 +1,4 @@
-"""Operations and kept tensors of attention whose keys and values come from one latent (DeepSeek-AI 2024)."""
+"""Operations and saved tensors of attention whose keys and values come from one latent (MLA, DeepSeek-AI 2024)."""
 
 from shardwright.estimate.part import Part
 from shardwright.estimate.shapes import attention_shape
@@ -13,7 +13,7 @@ _KERNELS = 20
 def latent_attention_part(
     model: Model, type_name: str, region: Region, stream: int, latents: Latents, keeps: tuple[int, int], kernels: int
 ) -> Part:
-    """Return the part that computes latents, which each rank does completely, and queries, keys and values from them.
+    """Return the part that computes latents, replicated on each rank, and queries, keys and values from them.
 
     `keeps`: elements and further bytes that a norm keeps of a feature. Values are kept with what keys are made of: both
     are of one product.

@@ -82,7 +82,7 @@ class ExpertHabits(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """The rates that a device and its links are taken to reach."""
+    """The achievable rates of a device and its links."""
 
     flops_per_s: float
     memory_bytes_per_s: float
@@ -107,7 +107,7 @@ class Machine(NamedTuple):
 
 
 class _Share(NamedTuple):
-    """The part of a layer that one rank has."""
+    """The share of a layer's part that one rank computes."""
 
     samples: int
     itemsize: int
@@ -131,11 +131,11 @@ class _Share(NamedTuple):
         return self.samples * (inside * self.inside + whole * self.entering) + self.outside_bytes(part)
 
     def outside_bytes(self, part: Part) -> float:
-        """Return the bytes that are kept of what goes into a part and out of it, norms and dropout included."""
+        """Return the bytes saved of a part's inputs and outputs, including norms and dropout."""
         return self.samples * (part.outside * self.itemsize + part.outside_bytes) * self.outside
 
     def between_bytes(self, part: Part) -> float:
-        """Return the bytes kept of a part that is recomputed by itself: its input, which is normed except in BERT."""
+        """Return the bytes saved of a part that is recomputed by itself: its input, after the norm except in BERT."""
         if part.norm_inside:
             return self.result_bytes(part)
         return self.outside_bytes(part) - self.samples * part.redrawn_bytes * self.outside
@@ -153,18 +153,18 @@ class _Share(NamedTuple):
         return self.samples * (part.operator_bytes * self.inside + part.outside_operator_bytes * self.outside)
 
     def once_bytes(self, part: Part) -> float:
-        """Return the bytes of what a part computes once for all samples."""
+        """Return the bytes that a part needs once for all samples, such as a mask."""
         return (part.mask * self.inside + part.weight_copies * self.weights) * self.itemsize
 
     def product_bytes(self, part: Part) -> float:
         return self.samples * self.itemsize * (part.products * self.inside + part.whole_products * self.entering)
 
     def selected_bytes(self, part: Part, ends: bool) -> float:
-        """Return what selective recomputation keeps: also the sum over ranks, unless it ends the layer unused."""
+        """Return the bytes saved under selective recomputation, including the sum over ranks if something uses it."""
         return self.product_bytes(part) + (0 if ends and not part.keeps_result else self.result_bytes(part))
 
     def every_second_bytes(self, part: Part, _ends: bool) -> float:
-        """Return what selective recomputation keeps if every second product is recomputed: also the sums over ranks."""
+        """Return the bytes saved under selective recomputation of every second product, with the sums over ranks."""
         return self.product_bytes(part) - self.samples * self.itemsize * part.second_products * self.inside
 
     def result_bytes(self, part: Part) -> float:
@@ -189,7 +189,7 @@ def estimate_layer(
 ) -> LayerFigures[float]:
     """Return the figures of a layer under a strategy of one tensor-parallel group, which may be a `LayerStrategy`.
 
-    Where that says how ranks share experts out, they are those of the rest of the layer, of which each rank routes its
+    If that says how ranks shard experts, they are those of the rest of the layer, of which each rank routes its
     positions; `estimate_experts` gives those of experts.
     """
     share = _share(strategy, micro_batch_size, precision, attention)
@@ -264,7 +264,7 @@ def _local_experts(model: Model, type_name: str) -> int | None:
 
 
 def _kept(parts: Sequence[Part], type_name: str, precision: Precision, held: Held, share: _Share) -> list[Part]:
-    """Parts as a runtime keeps them: products of embedding and head are not in FP8."""
+    """Return the parts with the tensors that a runtime saves; products of embedding and head are not in FP8."""
     in_fp8 = precision.compute == FP8 and type_name not in (EMBEDDING, HEAD)
     return [held.part(part, share.itemsize, in_fp8, share.inside < 1) for part in parts]
 
@@ -310,7 +310,7 @@ def _at_positions(router: Part, share: _Share) -> Part:
 
 
 def _exposed_s(messages: Iterable[Message], pass_s: float, machine: Machine, in_pieces: bool) -> float:
-    """Return what messages add to a pass: one piece of each, and what is longer than the pass that hides the others."""
+    """Return the message time that a pass does not hide: one piece of each message, and any excess over the pass."""
     messages = list(messages)
     alone_s = messages_time_s(messages, machine.link)
     if machine.copies_gathers:
@@ -357,7 +357,7 @@ def _replayed(parts: Sequence[Part], recompute: Recompute) -> list[Part]:
 
 
 def _memory(parts: Sequence[Part], share: _Share, recompute: Recompute, habits: Held = OURS) -> tuple[int, int]:
-    """Return the bytes that are kept for the backward pass, and the bytes that are needed only for a moment."""
+    """Return the bytes saved for the backward pass, and the bytes needed only temporarily."""
     replayed = _replayed(parts, recompute)
     kept = sum(share.kept_bytes(part) for part in parts if part not in replayed)
     again = sum(share.kept_bytes(part) for part in replayed)
@@ -375,7 +375,7 @@ def _memory(parts: Sequence[Part], share: _Share, recompute: Recompute, habits: 
 
 
 def _accumulated_bytes(kind: LayerType, strategy: Strategy, precision: Precision) -> int:
-    """Return the bytes read and written to add a microbatch's gradients to the accumulated ones."""
+    """Return the bytes read and written to add a micro-batch's gradients to the accumulated gradients."""
     return _accumulated(kind.trained_count(axes_of(strategy).dense.tensor.size), precision)
 
 
@@ -422,7 +422,7 @@ def _products_s(part: Part, share: _Share, machine: Machine) -> float:
 
 
 def _part_backward_s(part: Part, share: _Share, machine: Machine) -> float:
-    """Return the seconds of the backward pass, without messages: two products for each, and flash scores again.
+    """Return the seconds of a part's backward pass, without messages: two products for each, and flash scores again.
 
     Of a frozen matrix there is the product for its input alone.
     """
@@ -433,9 +433,9 @@ def _part_backward_s(part: Part, share: _Share, machine: Machine) -> float:
 
 
 def _attention_s(part: Part, share: _Share, machine: Machine) -> float:
-    """Return the seconds of scores and what they weigh; a flash kernel leaves out what a causal mask does, or a window.
+    """Return the seconds of attention; a flash kernel skips pairs outside a causal mask or a window.
 
-    Where a window's mask is added to the scores, it leaves out nothing.
+    If a window's mask is added to the scores, it leaves out nothing.
     """
     masked = share.masks(part)
     operations = (part.attention_flops + masked * part.left_out) * share.samples * share.inside
@@ -448,7 +448,7 @@ def _attention_s(part: Part, share: _Share, machine: Machine) -> float:
 
 
 def _is_whole(part: Part, machine: Machine) -> bool:
-    """Return whether masked scores are computed too, so the kernel neither skips blocks nor waits for skipped ones."""
+    """Return whether masked scores are computed too: the kernel then skips no blocks."""
     return machine.whole_scores_from is not None and part.keys >= machine.whole_scores_from
 
 
@@ -497,7 +497,7 @@ def _between_products_s(part: Part, share: _Share, machine: Machine) -> float:
 def _messages(
     model: Model, type_name: str, strategy: Strategy, samples: int, itemsize: int, during: Pass
 ) -> Iterator[Message]:
-    """Yield what tensor and sequence parallelism move in one pass, replays in the backward one."""
+    """Yield the messages of tensor and sequence parallelism in one pass; the backward pass includes recomputation."""
     messages = list(region_messages(model, type_name, strategy, samples, itemsize, 1))
     if type_name == HEAD:
         messages += loss_messages(model.types[type_name], strategy, samples, itemsize, 1)

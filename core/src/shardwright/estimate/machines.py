@@ -1,4 +1,4 @@
-"""What a device reaches: its published rates times efficiencies, under the habits of a runtime."""
+"""Achievable rates of a device: its published rates times efficiencies, for a runtime."""
 
 from typing import NamedTuple
 
@@ -93,7 +93,7 @@ def matrix_efficiency(rates: Rates, efficiencies: Efficiencies, compute: str = "
 
 
 def flash_share(device: Device, kernel: AttentionKernel) -> tuple[float | None, str | None]:
-    """Return the share of the peak that a kernel reaches on a device, and who says so; None if nobody does."""
+    """Return the share of the peak that an attention kernel reaches on a device, and its source; None if unknown."""
     if kernel is AttentionKernel.FLASH3 and device.flash_attention_3 is not None:
         return device.flash_attention_3, device.flash_attention_3_source
     return device.flash_attention, device.flash_attention_source
@@ -102,7 +102,7 @@ def flash_share(device: Device, kernel: AttentionKernel) -> tuple[float | None, 
 def machine_of(
     rates: Rates, compute: str, efficiencies: Efficiencies, runtime: Runtime = SHARDWRIGHT, compiled: bool = False
 ) -> Machine:
-    """Return what a device reaches in a number format under a runtime.
+    """Return the achievable rates of a device in a number format under a runtime.
 
     Raises BadInput if neither table nor option has a figure.
     """
@@ -129,20 +129,20 @@ def machine_of(
 
 
 class Machines(NamedTuple):
-    """What a device reaches in blocks, and in embedding and head, where products are never in FP8."""
+    """Achievable rates of a device in blocks, and in embedding and head, whose products are never in FP8."""
 
     blocks: Machine
     ends: Machine
 
     def reached_in(self, type_name: str) -> Machine:
-        """Return what the device reaches in a type of layer."""
+        """Return the achievable rates for a type of layer."""
         return self.ends if type_name in (EMBEDDING, HEAD) else self.blocks
 
 
 def machines_of(
     rates: Rates, compute: str, efficiencies: Efficiencies, runtime: Runtime = SHARDWRIGHT, compiled: bool = False
 ) -> Machines:
-    """Return what a device reaches in a number format; raise BadInput if neither table nor option has a figure.
+    """Return the achievable rates in a number format; raise BadInput if neither table nor option has a figure.
 
     FP8 is of products with a block's weights: attention, embedding and head stay in bfloat16, at the table's rate.
     """
@@ -160,7 +160,7 @@ def machines_of(
 
 
 def link_of(rates: Rates, efficiencies: Efficiencies) -> Link:
-    """Return the link of a device to the others of its node; a rate or an efficiency that is given holds for all sizes.
+    """Return the link to other devices of the node; a given rate or efficiency applies to all message sizes.
 
     Raises BadInput if neither table nor option has a figure.
     """

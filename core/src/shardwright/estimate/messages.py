@@ -50,7 +50,7 @@ def moved_bytes(collective: Collective, group_size: int, message_bytes: float) -
 
 
 def message_time_s(collective: Collective, group_size: int, message_bytes: float, link: Link) -> float:
-    """Return the published time of an all_reduce that moves as many bytes, if the link has one.
+    """Return the time of a message: the published one of an all_reduce that moves as many bytes, if there is one.
 
     Others take the start, a latency for each step, and the bytes that a rank sends over the link's bandwidth.
     """
@@ -72,5 +72,5 @@ def published_times_s(moved: NDArray[Any], link: Link) -> NDArray[Any]:
 
 
 def messages_time_s(messages: Iterable[Message], link: Link) -> float:
-    """Return the time of messages one after another."""
+    """Return the total time of messages that are sent one after another."""
     return sum(m.times * message_time_s(m.collective, m.group_size, m.bytes, link) for m in messages)

@@ -1,4 +1,4 @@
-"""Notes of an analytic profile: its assumptions, its sources, and the error that was seen."""
+"""Notes of an estimated profile: its assumptions, its sources, and the error seen on published figures."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -28,7 +28,7 @@ _FP8_NOTES = (
 
 
 class Process(NamedTuple):
-    """Device memory of a process outside its tensors, in bytes, by what takes it; None if it is not known."""
+    """Device memory of a process outside its tensors, in bytes, by use; None if it is not known."""
 
     context_bytes: int | None = None
     communicator_bytes: int | None = None
@@ -44,12 +44,12 @@ class Process(NamedTuple):
 
     @property
     def of_each_communicator(self) -> int:
-        """Return the bytes that a plan takes for each NCCL communicator, as given or assumed."""
+        """Return the bytes that are counted for each NCCL communicator, as given or assumed."""
         return self._sizes[2]
 
     @property
     def text(self) -> str:
-        """Return a sentence on the parts of the memory, and which of them were given."""
+        """Return a sentence on the parts of this memory, and which of them were given."""
         parts = (f"{size} {use}" if given is None else f"{given} {use} (given)" for use, given, size in self._parts)
         return f"{self.bytes} bytes a process: {', '.join(parts)}"
 
@@ -59,7 +59,7 @@ class Process(NamedTuple):
 
     @property
     def _parts(self) -> tuple[tuple[str, int | None, int], ...]:
-        """Return each part's use, given and assumed size: a context has the kernels of PyTorch and cuBLAS."""
+        """Return each part's use, given size and assumed size; the context contains PyTorch's and cuBLAS's kernels."""
         return (
             ("for CUDA's context", self.context_bytes, 512 * MIB),
             ("that the allocator keeps unused", self.slack_bytes, 0),

@@ -9,7 +9,7 @@ _MAX_SLOWDOWN = 1000.0
 
 
 class Slowdowns(NamedTuple):
-    """Times of a computation and a collective when they overlap, over their times without overlap; at least 1."""
+    """Slowdowns of a computation and a collective that overlap: the ratio to the time without overlap, at least 1."""
 
     compute: float
     collective: float
@@ -25,7 +25,7 @@ class Overlap(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Return the text for the notes of a profile."""
+        """Return the slowdowns in words, for the notes of a profile."""
         inside, across = (f"{slowdowns.compute:g} and {slowdowns.collective:g}" for slowdowns in self)
         return (
             "computation and collectives of data parallelism beside one another take (given) "
@@ -34,7 +34,7 @@ class Overlap(NamedTuple):
 
 
 def overlap_slowdowns(text: str) -> Overlap:
-    """Return the slowdowns of `1.25:1.1`, a computation's and a collective's, or of `1.25:1.1,1.05:1.2`.
+    """Parse `1.25:1.1`, the slowdowns of a computation and of a collective, or `1.25:1.1,1.05:1.2`.
 
     The second form gives those inside a node and across nodes.
 

@@ -1,13 +1,13 @@
-"""A part of a layer: its operations, and the tensors that it keeps for the backward pass."""
+"""A part of a layer: its operations, and the tensors that it saves for the backward pass."""
 
 import msgspec
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a layer; numbers of elements and bytes are those of one sample over all ranks.
+    """A part of a layer; numbers of elements and bytes are totals of one sample over all ranks.
 
     What is kept for the backward pass is counted as Korthikanti et al. (2022) do, of any shape: `inside` is what
-    tensor-parallel ranks share out, `outside` what each holds whole unless the sequence is split.
+    tensor-parallel ranks shard, `outside` what each holds whole unless the sequence is split.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Operations and kept tensors of the parts of a layer, from the shapes in the model's description and family facts.
+"""Operations and saved tensors of the parts of a layer, from the shapes in the model's description and family facts.
 
 The parts are the description's regions: attention, feed-forward (mlp), lookup, logits. Each matrix but the lookup's
 multiplies the residual stream of `hidden` features: those of attention are as wide as its heads, those of a
@@ -147,7 +147,7 @@ def _traced_part(kind: LayerType, seen: Traced) -> Part:
 
 
 def _traced_head(model: Model, kind: LayerType, seen: Traced) -> Part:
-    """Return the part of a head whose norms were traced, but not its loss, which the runtime computes its own way."""
+    """Return the part of a head whose norms were traced; its loss is the runtime's own."""
     (tensor,) = model.received_by(HEAD)
     logits = seen.widest
     return Part(
@@ -167,7 +167,7 @@ def _traced_head(model: Model, kind: LayerType, seen: Traced) -> Part:
 
 
 def _experts(model: Model, kind: LayerType, parts: list[Part]) -> list[Part]:
-    """Return the part of the experts, which comes last and gives the stream instead of the router's part."""
+    """Return the part of the experts, which comes last and whose output replaces the router's in the stream."""
     assert kind.experts is not UNSET
     router, hidden = parts.pop(), model.boundary[0].features
     rows = router.result // hidden * kind.experts.top_k
@@ -202,7 +202,7 @@ def _block_part(model: Model, type_name: str, region: Region, fused: bool) -> Pa
 
 
 def _with_norms(facts: Family, part: Part, norms: int, fused: bool) -> Part:
-    """Return a part, which keeps the input of a first norm, with what its norms keep more."""
+    """Return a part that saves the input of a first norm, with the additional tensors of its norms."""
     elements, more = _norm_keeps(facts, fused)
     return msgspec.structs.replace(
         part,
@@ -220,9 +220,9 @@ def _norm_moves(facts: Family, fused: bool) -> int:
 def _as_trained(part: Part, kind: LayerType, model: Model, facts: Family, fused: bool, region: int = 0) -> Part:
     """Return a part of a layer (of the region with a number) with some parameters frozen.
 
-    Where all of them are, nothing is kept for gradients of weights alone: what norms multiply by theirs, and what goes
+    If all of them are, nothing is kept for gradients of weights alone: what norms multiply by theirs, and what goes
     into the matrices, but not what else an activation function keeps, or attention, of which a flash kernel keeps the
-    result. Low-rank matrices keep their input and the product of the first. Where others are trained, all counts as
+    result. Low-rank matrices keep their input and the product of the first. If others are trained, all counts as
     kept.
     """
     trained = kind.trained_share
@@ -263,7 +263,7 @@ def _norm_keeps(facts: Family, fused: bool) -> tuple[int, int]:
 
 
 def _attention_part(model: Model, type_name: str, region: Region, stream: int, hidden: int, fused: bool) -> Part:
-    """Return the part of queries, keys, values and what is projected back: 2 (q + k) features and their product.
+    """Return attention's part: queries, keys, values and output projection, 2 (q + k) features and their product.
 
     Any kernel keeps what it adds to the scores of an image's windows: a bias, which is learned, and a mask.
     """
@@ -339,7 +339,7 @@ def _mlp_part(model: Model, type_name: str, region: Region, stream: int, hidden:
 
 
 def _merge(kind: LayerType) -> Part:
-    """Return what joins four positions, which the norm keeps, as the product with half as many features keeps its."""
+    """Return the patch merging of Swin: a norm over four joined positions, and a product with half the features."""
     (tensor,) = kind.outputs
     size = tensor.sequence_length * tensor.features
     return Part(
@@ -355,7 +355,7 @@ def _merge(kind: LayerType) -> Part:
 
 
 def _join(model: Model, type_name: str) -> Part:
-    """Return what projects an image's states, and puts them among a text's.
+    """Return the part that projects an image's states and inserts them into a text's positions.
 
     It keeps what enters its two matrices and the activation function between them, the features that it puts into the
     text, and where it puts them.
@@ -378,7 +378,7 @@ def _join(model: Model, type_name: str) -> Part:
 
 
 def _lookup(model: Model, kind: LayerType) -> Iterator[Part]:
-    """Yield a table for every tensor that the embedding hands on; the first writes the gradient of them all."""
+    """Yield a lookup for every tensor that the embedding outputs; the first writes the gradient of all tables."""
     for number, tensor in enumerate(kind.outputs):
         size = tensor.sequence_length * tensor.features
         regions = [region for region in kind.regions if region.leaves == tensor.name]
@@ -395,7 +395,7 @@ def _lookup(model: Model, kind: LayerType) -> Iterator[Part]:
 
 
 def _logits(model: Model, kind: LayerType) -> Part:
-    """Return the part of the last norm's output and the logits, some of which are briefly in float32.
+    """Return the part of the last norm and the logits, some of which are temporarily in float32.
 
     Their input was counted before, and their gradient takes their place.
     """
@@ -421,7 +421,7 @@ def _logits(model: Model, kind: LayerType) -> Part:
 
 
 def _end(model: Model, type_name: str, region: Region, stream: int) -> dict[str, Any]:
-    """Return what follows the sum at the end of a part."""
+    """Return the fields of a part that describe what follows its final sum: norm and dropout."""
     family, _ = facts_of_type(model, type_name)
     redrawn = _drops(model, type_name, region) and region.name in region.replays_sum
     end = {"keeps_result": "full" in region.replays_sum, "norm_inside": region.name in family.norm.ends}
@@ -429,7 +429,7 @@ def _end(model: Model, type_name: str, region: Region, stream: int) -> dict[str,
 
 
 def _drops(model: Model, type_name: str, region: Region) -> bool:
-    """Return whether a part drops some of what it adds to the stream, which keeps a mask."""
+    """Return whether dropout applies to a part's output, which saves a mask."""
     family, config = facts_of_type(model, type_name)
     ends_in_norm = bool(family.norm.ends) and not family.drops(config)
     return bool(region.replays_sum) and not ends_in_norm

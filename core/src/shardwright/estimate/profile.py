@@ -1,4 +1,4 @@
-"""Model and hardware profiles of devices that nobody has measured yet, from shapes and a table of devices.
+"""Estimated profiles of models and hardware, from shapes and the device table, without measurements.
 
 Every number is marked `analytic`, and the notes say what was assumed and how far such numbers were from measured ones.
 """
@@ -60,7 +60,7 @@ def model_profile(
     runtime: Runtime = SHARDWRIGHT,
     process: Process | None = None,
 ) -> AnalyticProfile:
-    """Return the profile of a model at the length of each of its descriptions.
+    """Return the estimated profile of a model at the sequence length of each of its descriptions.
 
     `runtime`: what it does beside its plan. `process`: what is known of its own memory.
     Raises BadInput if these are of different models or of one length, and where no strategy fits.
@@ -109,7 +109,7 @@ def model_profile(
 
 
 def _exchange_rows(model: Model, runtime: Runtime) -> Iterator[ExchangeRow]:
-    """Yield how a runtime exchanges rows of experts; nothing for models without them, and for plain exchanges."""
+    """Yield how a runtime exchanges rows of experts; nothing for models without experts, or for plain exchanges."""
     plain = runtime.dispatcher is Dispatcher.ALL_TO_ALL and not runtime.overlaps_experts
     if not plain and any(kind.experts is not UNSET for kind in model.types.values()):
         yield ExchangeRow(dispatcher=runtime.dispatcher, overlapped=runtime.overlaps_experts)
@@ -135,7 +135,7 @@ def hardware_profile(
     revised: str,
     overlap: Overlap | None = None,
 ) -> HardwareProfile:
-    """Return the hardware profile of a cluster, with the rates of its kinds of device and `between` its nodes.
+    """Return the estimated hardware profile of a cluster, from the rates of its devices and of its network.
 
     `overlap`: the given slowdowns of computations and collectives that overlap.
     """
@@ -163,7 +163,7 @@ def _same_model(models: Sequence[tuple[Path, Model]]) -> Model:
     lengths = {first.sequence_length}
     for path, other in others:
         if other.architecture_sha256 != first.architecture_sha256:
-            raise BadInput(path, f"is another model than {first.name!r}", "describe the same model at another length")
+            raise BadInput(path, f"is not the model {first.name!r}", "describe the same model at another length")
         if other.sequence_length in lengths:
             raise BadInput(path, f"sequence length {other.sequence_length} is given twice", "leave it out")
         lengths.add(other.sequence_length)
@@ -193,7 +193,7 @@ def _strategies(models: Sequence[Model], settings: ProfileSettings) -> Iterator[
 def _layer_rows(
     model: Model, strategy: Strategy, settings: ProfileSettings, machines: Machines, fused: bool
 ) -> Iterator[LayerRow]:
-    """Yield the rows of layers that a strategy fits: heads that it does not divide leave it to embedding and head."""
+    """Yield the rows of layers that a strategy fits; if it does not divide the heads, only embedding and head."""
     sizes = micro_batch_sizes(settings)
     for name in (EMBEDDING, *block_types(model), HEAD):
         if misfit(model, name, strategy) is not None:
@@ -210,7 +210,7 @@ def _layer_rows(
 
 
 def _state_rows(model: Model, tp_sizes: Sequence[int], precision: Precision, machine: Machine) -> Iterator[StateRow]:
-    """Yield the states of each type: `reduction_s` is what reducing takes beyond its message, 0 for a single rank."""
+    """Yield the states of each layer type; `reduction_s` is the reduction's time beyond its message, 0 for one rank."""
     stored, reduced = ITEMSIZE[precision.parameters], ITEMSIZE[precision.reduce]
     for name, tp_size in product((EMBEDDING, *block_types(model), HEAD), tp_sizes):
         kind = model.types[name]
@@ -237,7 +237,7 @@ def _state_rows(model: Model, tp_sizes: Sequence[int], precision: Precision, mac
 
 
 def _process_row(process: Process, masks: int) -> ProcessRow:
-    """Return what each process holds outside its layers, with the bytes of masks that layers share."""
+    """Return the memory of each process outside its layers, including masks that layers share."""
     return ProcessRow(
         process_bytes=process.bytes + masks,
         process_source=Source.ASSUMED,

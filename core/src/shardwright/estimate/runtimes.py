@@ -60,7 +60,7 @@ class Graphs(StrEnum):
 
 
 class RuntimeName(StrEnum):
-    """The runtimes that are known."""
+    """Names of the known runtimes."""
 
     SHARDWRIGHT = "shardwright"
     MEGATRON_CORE = "megatron-core"
@@ -117,7 +117,7 @@ class Runtime(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def text(self) -> str:
-        """Return what is assumed of the runtime in words."""
+        """Return the assumptions about the runtime in words."""
         hidden = "are not hidden behind products"
         if self.message_pieces > 1:
             hidden = f"hide behind products but for one piece of {self.message_pieces}"
@@ -314,7 +314,7 @@ RUNTIMES: Mapping[RuntimeName, Runtime] = MappingProxyType(
 
 
 class RuntimeOptions(Options, frozen=True, kw_only=True):
-    """The runtime that estimates assume, and what is known better of it."""
+    """Options that name the runtime to assume, and better figures for it."""
 
     runtime: RuntimeName | None = None
     """Runtime whose kernels and overlap are assumed, shardwright unless a system implies its runtime; the next options
@@ -345,11 +345,11 @@ class RuntimeOptions(Options, frozen=True, kw_only=True):
 
     @property
     def assumed(self) -> Runtime:
-        """Return this project's runtime as the options change it; raise BadInput naming the option at fault."""
+        """Return this project's runtime, changed by the options; raise BadInput naming the option at fault."""
         return self.assumed_of(SHARDWRIGHT)
 
     def assumed_of(self, implied: Runtime) -> Runtime:
-        """Return the runtime that is named, else the implied one, as the options change it.
+        """Return the named runtime, or else the implied one, changed by the options.
 
         Raises BadInput naming the option at fault.
         """

@@ -56,7 +56,7 @@ class Range(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(f"more than {_MAX_VALUES} values: take a larger step")
 
     def values(self, at_most: int | None) -> tuple[int, ...]:
-        """Return all values, or `at_most` of them: the ends and evenly between."""
+        """Return all values of the range, or `at_most` of them: both ends and evenly spaced values between."""
         values = range(self.min, self.max + 1, self.step)
         if at_most is None or len(values) <= at_most:
             return tuple(values)
@@ -143,12 +143,12 @@ def block_types(model: Model) -> tuple[str, ...]:
 
 
 def misfit_of(model: Model, strategy: Strategy) -> str | None:
-    """Return why embedding, head or a block cannot be sharded this way, or None when all can."""
+    """Return why embedding, head or a block cannot be sharded this way; None if all can."""
     problems = (misfit(model, name, strategy) for name in (EMBEDDING, *block_types(model), HEAD))
     return next((problem for problem in problems if problem is not None), None)
 
 
 def formatted(strategy: Strategy) -> str:
-    """Return a strategy as plans are named by it."""
+    """Return a strategy's name, as used in the names of plans."""
     named = f"tp_size={strategy.tp_size} sequence_parallel={strategy.sequence_parallel}"
     return named if strategy.data_parallel is DataParallel.DDP else f"{strategy.data_parallel} {named}"

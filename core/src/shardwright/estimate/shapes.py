@@ -1,4 +1,4 @@
-"""Sizes of what flows through a layer of a type, which the levels of a pyramid have each its own of."""
+"""Sizes of the tensors that flow through a layer of a type; each stage of a pyramid such as Swin has other sizes."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -27,12 +27,12 @@ class AttentionShape(NamedTuple):
 
     @property
     def scores(self) -> int:
-        """Return the number of scores of a sample."""
+        """Return the number of attention scores of a sample."""
         return self.heads * self.queries * self.keys
 
     @property
     def left_out(self) -> float:
-        """Return the number of pairs of positions outside a sliding window, which covers as many on each side."""
+        """Return the number of query-key pairs outside a sliding window, which extends equally to both sides."""
         return 0.0 if self.window is None else float(self.queries - self.window) ** 2
 
 

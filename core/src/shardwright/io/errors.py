@@ -27,7 +27,7 @@ class ShardwrightError(Exception):
 
 
 class BadInput(ShardwrightError):
-    """An input that cannot be used: which file, what is wrong with it, and what to do."""
+    """An input that cannot be used: the file, what is wrong with it, and what to do."""
 
     exit_code = 2
 
@@ -44,7 +44,7 @@ WRITE_AGAIN = "write it again; a result of the workflow is made again once you d
 
 
 class NothingFits(ShardwrightError):
-    """No plan of the asked space fits the budget."""
+    """No plan of the requested space fits the budget."""
 
     exit_code = 3
 
@@ -62,7 +62,7 @@ class RunFailed(ShardwrightError):
 
 
 class OutOfMemory(RunFailed):
-    """A device had less memory than was asked of it: on which rank, in what step, and for what."""
+    """A device ran out of memory: on which rank, in which step, and for what."""
 
     def __init__(
         self, text: str, *, subject: str = "", asked_bytes: int | None = None, rank: int = 0, where: str = ""
@@ -81,13 +81,13 @@ class RanksLost(RunFailed):
 
 
 class Stopped(ShardwrightError):
-    """A run was asked to stop, saved its state and can be resumed."""
+    """A run was stopped on request; its state is saved and it can be resumed."""
 
     exit_code = 75
 
 
 def system_fault(error: OSError | MemoryError, file: object = None) -> BadInput:
-    """One line on what the system refused: about a file if it is known, else about the machine."""
+    """Return a BadInput of one line for an error of the operating system: about a file if known, else the machine."""
     if isinstance(error, MemoryError):
         return BadInput("memory", "there is too little of it here", "ask for less at once, or use a larger machine")
     problem = error.strerror or " ".join(str(error).split())
@@ -111,7 +111,7 @@ _REMEDIES = {
 
 
 def _on_one_line(text: str) -> str:
-    """The text without line breaks, control characters or endless values: it may quote a hostile file."""
+    """Return a text, possibly from a hostile file, without line breaks and control characters, shortened if long."""
     line = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
     return line if len(line) <= _MAX_CHARACTERS else f"{line[:_MAX_CHARACTERS]}…"
 

@@ -26,7 +26,7 @@ _MAX_ATTRIBUTE_BYTES = 64 * 1024
 
 
 class Provenance(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Date, software and notes of a profile."""
+    """Creation date, software and notes of a profile."""
 
     date: str
     """UTC day, as 2026-01-31; if several files were joined, the latest."""
@@ -48,7 +48,7 @@ class Profile:
 
     @property
     def problem(self) -> str | None:
-        """A contradiction in its tables, or None."""
+        """Return a contradiction in the profile's tables, or None."""
         return None
 
 
@@ -60,14 +60,8 @@ def tables_of(kind: type[Profile]) -> dict[str, type[Row]]:
     return {name: get_args(hint)[0] for name, hint in _fields(kind).items() if get_origin(hint) is Table}
 
 
-def texts_of(kind: type[Profile]) -> tuple[str, ...]:
-    """The names of the texts that are attributes of a profile's file."""
-    hints = [(name, hint) for name, hint in _fields(kind).items() if get_origin(hint) is not Table]
-    return tuple(text for name, hint in hints for text in ([name] if hint is str else hint.__struct_fields__))
-
-
 def write_profile(path: Path, profile: Profile) -> None:
-    """Write a profile; equal content gives equal bytes. BadInput if it contradicts itself."""
+    """Write a profile; equal content gives equal bytes. Raises BadInput if its tables contradict each other."""
     if (problem := profile.problem) is not None:
         raise BadInput(path, problem, "measure these points again")
     # Made in memory: HDF5 does not come back from a write that the system refuses.
@@ -86,7 +80,7 @@ def write_profile(path: Path, profile: Profile) -> None:
 
 
 def read_profile(path: Path, kind: type[ProfileType]) -> ProfileType:
-    """Read a profile; BadInput names whatever cannot be right in it."""
+    """Read a profile; raise BadInput for any value that is not valid."""
     with _opened(path) as file:
         _check_header(path, file, kind)
         values: dict[str, Any] = {}
@@ -107,7 +101,7 @@ def read_profile(path: Path, kind: type[ProfileType]) -> ProfileType:
 
 
 def format_of(path: Path) -> object:
-    """The format that an HDF5 file names; raises BadInput if it is not one of ours."""
+    """Return the format that an HDF5 file declares; raise BadInput if the file has no such attribute."""
     with _opened(path) as file:
         return _attribute(path, file, "format")
 
@@ -179,7 +173,7 @@ def _text(path: Path, file: h5py.File, name: str) -> str:
 
 @contextmanager
 def _h5py_errors(path: Path, problem: str) -> Iterator[None]:
-    """Turn what h5py raises over a damaged file into one line; only h5py calls belong inside."""
+    """Convert h5py's exceptions about a damaged file into a BadInput; only h5py calls belong inside."""
     try:
         yield
     except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
@@ -213,7 +207,7 @@ def _read_column(path: Path, file: h5py.File, where: str, spec: Column) -> NDArr
     if not isinstance(unit, str) or unit != spec.unit:
         raise BadInput(path, f"{where} has unit {unit!r}, not {spec.unit!r}", "convert it")
     if shape is None or len(shape) != 1 or shape[0] > _MAX_ROWS:
-        raise BadInput(path, f"{where} has shape {shape}, not that of a column", WRITE_AGAIN)
+        raise BadInput(path, f"{where} has shape {shape}, not a column's", WRITE_AGAIN)
     with _h5py_errors(path, f"{where} is not readable"):
         if (problem := _stored_elsewhere(dataset)) is not None:
             raise BadInput(path, f"{where} {problem}", WRITE_AGAIN)
@@ -222,12 +216,12 @@ def _read_column(path: Path, file: h5py.File, where: str, spec: Column) -> NDArr
 
 
 def _stored_elsewhere(dataset: h5py.Dataset) -> str | None:
-    """Why the values of a dataset are not stored plainly in the file, or None if they are.
+    """Return why the values of a dataset are not stored directly in the file; None if they are.
 
     A declared shape costs a hostile file nothing, so only values that take their full room in the file are read.
     """
     if dataset.external or dataset.is_virtual:
-        return "lies in another file"
+        return "is stored in another file"
     creation = dataset.id.get_create_plist()
     filters = {creation.get_filter(i)[0] for i in range(creation.get_nfilters())}
     if filters - {h5py.h5z.FILTER_FLETCHER32}:

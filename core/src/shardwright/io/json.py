@@ -37,7 +37,7 @@ _SEAL = "sha256"
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A frozen value of the contract; unknown keys are refused when it is read."""
+    """Base class of frozen values in files; unknown keys are refused when a file is read."""
 
 
 class Removed(NamedTuple):
@@ -64,7 +64,7 @@ Headed = TypeVar("Headed")
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary name beside `path`; on success it is synced and renamed, on failure removed.
+    """Yield a temporary file name next to `path`; on success it is synced and renamed, on failure removed.
 
     So are folders that were made for it. What processes that are gone have left of the same file is removed. Raises
     BadInput if no file of that name can be made, at once or while it is written.
@@ -83,7 +83,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _removed_on_failure(folder: Path) -> Iterator[None]:
-    """If the block fails, remove a folder and its parents, as far as they did not exist before."""
+    """On failure, remove a folder and those of its parents that did not exist before."""
     new = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
     try:
         yield
@@ -96,7 +96,7 @@ def _removed_on_failure(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _unlinked(temporary: Path) -> Iterator[None]:
-    """Remove a file in the end, if it is there."""
+    """Remove a temporary file when the block ends, if it still exists."""
     try:
         yield
     finally:
@@ -105,7 +105,7 @@ def _unlinked(temporary: Path) -> Iterator[None]:
 
 
 def check_writable(path: Path) -> None:
-    """Raise BadInput if no file of that name can be made; asked before long work, it leaves neither file nor folder.
+    """Raise BadInput if a file of that name cannot be written; a check before long work, which leaves no trace.
 
     Folders that are not there are made within another of a name that no other process takes.
     """
@@ -145,7 +145,7 @@ def _beginning(path: Path) -> str:
 
 
 def remove_temporaries(path: Path) -> None:
-    """Remove what was left of a file that was being written, by whichever process of this user, here or elsewhere.
+    """Remove temporary files of `path` that this user's processes left, on any host.
 
     For one who holds a lock under which alone the file is written.
     """
@@ -171,7 +171,7 @@ def _temporaries(path: Path) -> list[tuple[Path, re.Match[str]]]:
 
 @contextmanager
 def _faults_of(path: Path) -> Iterator[None]:
-    """Turn what the system refuses about a file that is being written into one line; of other files it passes."""
+    """Convert OS errors about a file that is being written into a BadInput; errors about other files pass through."""
     try:
         yield
     except OSError as error:
@@ -252,7 +252,7 @@ def without_ignored(raw: Mapping[str, Any], removed: Mapping[str, Removed]) -> d
 def removed_key(
     error: msgspec.ValidationError, removed: Mapping[str, Removed], file: object, place: str = ""
 ) -> BadInput | None:
-    """What to raise for a key that was removed; None if the error is about something else."""
+    """Return the BadInput for a key that was removed from a format; None if the error is about something else."""
     unknown = _UNKNOWN_KEY.match(str(error))
     if unknown is None or unknown[1] not in removed:
         return None
@@ -260,7 +260,7 @@ def removed_key(
 
 
 def checked_header(path: Path, format_name: object, version: object, kinds: Mapping[str, type[Headed]]) -> type[Headed]:
-    """The type of a file's format; raises BadInput unless it is one of these, in the version read here."""
+    """Return the type for a file's format; raise BadInput if the format or its version is not one of these."""
     if not isinstance(format_name, str) or format_name not in kinds:
         raise BadInput(path, f"format is {format_name!r}, not {' or '.join(kinds)}", "pass a file of that format")
     known: int = kinds[format_name].VERSION  # type: ignore[attr-defined]
@@ -287,7 +287,7 @@ def check_regular(path: Path, max_bytes: int) -> None:
 
 
 def read_bytes(path: Path, max_bytes: int = _MAX_JSON_BYTES) -> bytes:
-    """The whole content of a regular file; raises BadInput if it is not one, too large, or unreadable."""
+    """Return the content of a regular file; raise BadInput if it is not one, is too large, or is unreadable."""
     check_regular(path, max_bytes)
     try:
         return path.read_bytes()
@@ -296,7 +296,7 @@ def read_bytes(path: Path, max_bytes: int = _MAX_JSON_BYTES) -> bytes:
 
 
 def read_object(path: Path, max_bytes: int = _MAX_JSON_BYTES, *, any_text: bool = False) -> dict[str, Any]:
-    """Read a JSON object of any keys; BadInput if it is larger than allowed, no JSON, repeats a key or holds NaN.
+    """Read a JSON object with any keys; BadInput if it is too large, not JSON, repeats a key or contains NaN.
 
     Texts may not hold control characters, as they are shown, unless it is said that they may: tokens are any text.
     """
@@ -368,7 +368,7 @@ def _is_no_text(text: str) -> bool:
 
 
 def sync_path(path: Path) -> None:
-    """When a file, or what a folder lists, is on the disk."""
+    """Sync a file, or a folder's entries, to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -12,12 +12,12 @@ _START = 19
 
 
 def this_process() -> str:
-    """The name of this process, which no other one has: its host, its number, and when it was started."""
+    """Return the unique name of this process: its host, its process id, and its start time."""
     return f"{_host()}-{os.getpid()}-{_start_of(os.getpid())}"
 
 
 def is_gone(path: Path, host: str, pid: str, start: str) -> bool:
-    """Whether a path is this user's and was made by a process of this host that has ended.
+    """Return whether a path is this user's and was made by a process of this host that has ended.
 
     Nothing is known of processes of other hosts and containers, which may share the folder.
     """

@@ -16,7 +16,7 @@ from shardwright.io.text import has_controls
 
 
 class Source(StrEnum):
-    """Sources of the numbers of a profile."""
+    """Kinds of sources of a profile's numbers."""
 
     MEASURED = "measured"
     """Timed or counted."""
@@ -31,7 +31,7 @@ class Source(StrEnum):
 
 
 class Sourced(NamedTuple):
-    """A number of a profile, where it comes from, and its standard error, which is 0 if none is known."""
+    """A number of a profile, its source, and its standard error, 0 if unknown."""
 
     value: float
     source: Source
@@ -65,7 +65,7 @@ class Column(NamedTuple):
     """The column with the source of this number; empty if there is none."""
 
     def problem(self, values: NDArray[Any]) -> str | None:
-        """An impossible value of the row, or None."""
+        """Return a message about an invalid value of the column, or None."""
         match self.type:
             case EnumType() | StrType():
                 return _text_problem(self.type, values)
@@ -73,7 +73,7 @@ class Column(NamedTuple):
                 return _number_problem(self.type, values)
 
     def decoded(self, values: NDArray[Any]) -> Iterable[Any]:
-        """The values as a row has them."""
+        """Return the column's values as Python values, as a row has them."""
         items: Iterable[Any] = values.tolist()
         match self.type:
             case EnumType(cls):
@@ -96,7 +96,7 @@ def columns_of(row_type: type[Row]) -> Mapping[str, Column]:
 
 
 class Table(Generic[RowType]):
-    """Rows of one type as equally long columns; texts are ASCII bytes there, as in the file.
+    """Rows of one type, stored as columns of equal length; texts are ASCII bytes, as in the file.
 
     Raises ValueError if columns are missing, of different lengths, or hold what cannot be.
     """
@@ -114,13 +114,13 @@ class Table(Generic[RowType]):
 
     @classmethod
     def from_rows(cls, row_type: type[RowType], rows: Iterable[RowType]) -> "Table[RowType]":
-        """The table of these rows."""
+        """Return a table of these rows."""
         listed = list(rows)
         return cls(row_type, {name: [getattr(row, name) for row in listed] for name in columns_of(row_type)})
 
     @cached_property
     def rows(self) -> tuple[RowType, ...]:
-        """The table row by row."""
+        """Return the rows of the table."""
         columns = columns_of(self.row_type)
         lists = [column.decoded(self.columns[name]) for name, column in columns.items()]
         return tuple(self.row_type(**dict(zip(columns, values, strict=True))) for values in zip(*lists, strict=True))
@@ -155,7 +155,7 @@ def _column(annotated: msgspec.inspect.Type) -> Column:
 
 
 def _exactly(name: str, values: ArrayLike, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """The values in another dtype; ValueError if a text would be cut off or a number changed."""
+    """Return the values in another dtype; raise ValueError if a text would be cut off or a number changed."""
     given = np.asarray(values)
     if not given.size:
         return given.astype(dtype)

@@ -1,4 +1,4 @@
-"""Texts that a terminal and a picture can show as they are."""
+"""Checks that texts can be shown in a terminal or a picture unchanged."""
 
 import re
 
@@ -6,7 +6,7 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\u
 
 
 def has_controls(text: str) -> bool:
-    """Whether a text holds what a terminal obeys or XML has not.
+    """Return whether a text contains characters that control a terminal or are not valid in XML.
 
     That is control characters but line breaks and tabs, changes of the writing direction, separators of lines and
     paragraphs, halves of surrogate pairs, and the two characters that are none.

@@ -25,7 +25,7 @@ def versions_text(packages: Sequence[str], *, on_gpu: bool) -> str:
 
 
 def _driver_version() -> str:
-    """The version that nvidia-smi gives; `unknown` if that is not installed, as with AMD's devices."""
+    """Return the driver version that nvidia-smi reports; `unknown` if it is not installed, as with AMD devices."""
     if shutil.which("nvidia-smi") is None:
         return "unknown"
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]

@@ -17,7 +17,7 @@ DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/nvgpu", "/dev/dxg", "/
 
 
 def device_type_of(cluster: Cluster, file: object) -> str:
-    """PyTorch's name of a cluster's device type.
+    """Return PyTorch's name of a cluster's device type, such as `cuda`.
 
     Raises BadInput for a mixture, whose ranks exchange no collectives.
     """

@@ -1,4 +1,4 @@
-"""What an accelerator and a CPU differ in for a rank. All else about devices is asked of `torch.accelerator`.
+"""The differences between an accelerator and a CPU for a rank; the rest uses `torch.accelerator`.
 
 PyTorch names devices of NVIDIA and AMD (ROCm) `cuda`, and their collectives `nccl`. This file imports torch, so that
 ranks import it and the launcher does not.
@@ -18,14 +18,14 @@ def on_accelerator(device: torch.device) -> bool:
 
 
 def take_device(local_rank: int) -> torch.device:
-    """Make an accelerator of this node the one that this process computes on by default, and return it."""
+    """Make a device of this node the default accelerator of this process, and return it."""
     device = torch.device(GPU, local_rank)
     torch.accelerator.set_device_index(device)
     return device
 
 
 def device_name(device: torch.device) -> str:
-    """The name of a device as clusters spell it."""
+    """Return the name of a device as cluster files spell it."""
     return torch.cuda.get_device_name(device) if on_accelerator(device) else CPU
 
 
@@ -36,7 +36,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def random_state(device: torch.device) -> Tensor:
-    """The state of a device's default generator."""
+    """Return the state of a device's default random generator."""
     if not on_accelerator(device):
         return torch.get_rng_state()
     state: Tensor = torch.get_device_module(device).get_rng_state(device)
@@ -52,7 +52,7 @@ def restore_random_state(state: Tensor, device: torch.device) -> None:
 
 
 def edge_options(device: torch.device, channels: int) -> "dist.ProcessGroupNCCL.Options | None":
-    """NCCL's options of a pipeline edge with so many channels; None for gloo.
+    """Return NCCL's options for the process group of a pipeline edge with a number of channels; None for gloo.
 
     A waiting receive occupies a multiprocessor for each channel.
     """
@@ -64,5 +64,5 @@ def edge_options(device: torch.device, channels: int) -> "dist.ProcessGroupNCCL.
 
 
 def profiled_activities(device: torch.device) -> list[ProfilerActivity]:
-    """What PyTorch's profiler records of a device."""
+    """Return the activities that PyTorch's profiler records for a device."""
     return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_accelerator(device) else [])]

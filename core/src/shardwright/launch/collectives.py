@@ -1,4 +1,4 @@
-"""What hanging ranks wait for: the first collective that not all ranks of its group have entered.
+"""The first collective that some ranks of a hanging group have not entered, from PyTorch's flight recorder.
 
 Each rank dumps its flight recorder's trace as JSON when the launcher asks, while it hangs: see `Heartbeat.answer`.
 """
@@ -17,7 +17,7 @@ _WORLD = "default_pg"
 
 
 class _Entry(msgspec.Struct, frozen=True):
-    """A record of PyTorch's flight recorder."""
+    """A record of PyTorch's flight recorder: one collective."""
 
     record_id: int
     process_group: tuple[str, str]
@@ -33,7 +33,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
     @property
     def lane(self) -> tuple[str, str, bool]:
-        """The group and whether this is a point-to-point message: these are numbered apart from collectives."""
+        """Return the process group and whether this is a point-to-point message, which has its own numbering."""
         return *self.process_group, self.is_p2p
 
     @property
@@ -55,7 +55,7 @@ class Waiting(msgspec.Struct, frozen=True):
 
 
 class Entered(msgspec.Struct, frozen=True):
-    """The last collective that a rank has entered in a process group, and those it waits in."""
+    """The last collective that a rank has entered in a process group, and the collectives that it waits in."""
 
     group: str
     description: str
@@ -75,7 +75,7 @@ class RankCollectives(msgspec.Struct, frozen=True):
 
 
 class Missing(NamedTuple):
-    """A collective that some ranks wait in and others have not entered."""
+    """A collective that some ranks wait in and that other ranks have not entered."""
 
     rank: int
     """Lowest rank that has not entered the collective."""
@@ -99,7 +99,7 @@ def _entered(lane: tuple[str, str, bool], entries: Sequence[_Entry]) -> Entered:
 
 
 def first_missing(known: Mapping[int, RankCollectives]) -> Missing | None:
-    """The earliest collective that one rank waits in and another has not entered; None if there is none.
+    """Return the earliest collective that one rank waits in and another has not entered; None if there is none.
 
     Collectives that wait for one another were entered one after the other: the earliest is what the others wait for.
     """

@@ -39,7 +39,7 @@ Line = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Exchange:
-    """The connections of this node's launcher to the others; on a single node it sends nothing."""
+    """The connections of this node's launcher to the other launchers; on a single node it sends nothing."""
 
     def __init__(self, nodes: Nodes, run: str, start: int = 0, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._nodes = nodes
@@ -226,7 +226,7 @@ class Exchange:
 
 
 async def _sent(peer: asyncio.StreamWriter) -> None:
-    """Wait until a peer has taken what it was sent; close the connection to one that does not read."""
+    """Wait until a peer has received its messages; close the connection if the peer does not read."""
     try:
         async with asyncio.timeout(ANSWER_S):
             await peer.drain()

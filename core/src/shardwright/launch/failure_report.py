@@ -30,7 +30,7 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def failed(self) -> bool:
-        """Whether the rank ended with an error, or noted the error that it is about to end with."""
+        """Return whether the rank ended with an error, or recorded an error before ending."""
         return self.error is not None or bool(self.status)
 
     @property
@@ -45,12 +45,12 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def where(self) -> str:
-        """The step that the rank was in."""
+        """Return the step that the rank was in, in words."""
         return self.step.where if self.step else "in start-up"
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
-    """A report that one node's launcher sends to the others: once when something fails there, once when it ends."""
+    """A report that one node's launcher sends to the others: when something fails there, and when it ends."""
 
     node: int
     run: str = ""
@@ -80,7 +80,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
 
 @dataclass(frozen=True)
 class FailureReport:
-    """The message of a failed launch and its exit code, which is that of an error that ranks reported in order."""
+    """The message of a failed launch and its exit code; errors that ranks reported themselves set the code."""
 
     text: str
     exit_code: int = RunFailed.exit_code
@@ -99,7 +99,7 @@ class FailureReport:
 
 
 def shifted(report: NodeReport, now_s: float) -> NodeReport:
-    """A report that has just arrived from another node, with its times by this node's clock."""
+    """Convert a report that has just arrived from another node to this node's clock."""
     late_s = now_s - report.now_s
 
     def state(rank: RankState) -> RankState:
@@ -111,7 +111,7 @@ def shifted(report: NodeReport, now_s: float) -> NodeReport:
 
 
 def failure_report(reports: Sequence[NodeReport]) -> FailureReport:
-    """What failed first, whether a restart may help, and which nodes are gone."""
+    """Return which rank or node failed first, whether a restart may help, and which nodes are lost."""
     first = _first_failure(reports)
     ordered = any(rank.orderly for report in reports for rank in report.ranks)
     stopped = any(report.signalled for report in reports)
@@ -139,7 +139,7 @@ def _first_failure(reports: Sequence[NodeReport]) -> FailureReport:
 
 
 def _hang(hanging: Sequence[NodeReport], ranks: Sequence[RankState]) -> FailureReport:
-    """The failure report of a hang: the rank that has run longest on any node, and what the others wait in."""
+    """Return the report of a hang: the rank that has run longest on any node, and what the others wait in."""
     numbers = sorted(rank.rank for rank in ranks)
     named = f"ranks {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"rank {numbers[0]}"
     running = [rank for rank in ranks if rank.status is None] or ranks

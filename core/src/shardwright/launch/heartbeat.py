@@ -1,4 +1,4 @@
-"""The files in which a rank shows its launcher the current step, its stacks, its collectives and its final error.
+"""Files in which a rank reports its current step, stacks, collectives and final error to its launcher.
 
 Each is a small file in a folder of the launcher. Only the launcher judges what is a hang, so that all ranks of a node
 show their stacks at the same moment, and none has ended before the others have shown theirs. Files, not sockets: they
@@ -44,7 +44,7 @@ _LOST_CONNECTION = re.compile(
 
 
 class Step(msgspec.Struct, frozen=True):
-    """The current activity of a rank, such as `in step 3`, and when it began (`time.monotonic`, one clock per node)."""
+    """The current activity of a rank, such as `in step 3`, and its start (`time.monotonic`, one clock per node)."""
 
     began_s: float
     where: str
@@ -60,7 +60,7 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 class RankError(msgspec.Struct, frozen=True, kw_only=True):
-    """The error that a rank ends with, noted before its peers can see that it is gone."""
+    """The error that a rank ends with, recorded before its peers notice that it is gone."""
 
     time_s: float
     """Seconds by `time.monotonic` when the error was noted."""
@@ -92,12 +92,12 @@ class RankFiles:
 
     @property
     def store_file(self) -> Path:
-        """The file through which the ranks of a single node connect; all of them share it."""
+        """Return the file through which the ranks of a single node connect; all ranks use the same file."""
         return self.beginning.with_name("store")
 
     @property
     def meeting_file(self) -> Path:
-        """The file that says where the ranks of several nodes meet; absent on a single node."""
+        """Return the file with the address at which the ranks of several nodes meet; absent on a single node."""
         return self.beginning.with_name("meeting.json")
 
     @property
@@ -112,7 +112,7 @@ class RankFiles:
 
     @property
     def stacks_file(self) -> Path:
-        """The file of the stacks of all threads of the rank, written once it was sent STACKS_SIGNAL."""
+        """Return the file with the stacks of all threads of the rank, written on STACKS_SIGNAL."""
         return self.beginning.with_suffix(".stacks")
 
     @property
@@ -126,7 +126,7 @@ class RankFiles:
         return self.beginning.with_suffix(".error")
 
     def step(self) -> Step | None:
-        """The step the rank is in; None before it has joined the others."""
+        """Return the rank's current step; None before it has joined the others."""
         record = _text(self.step_file)
         while (again := _text(self.step_file)) != record:  # it was being overwritten
             record = again
@@ -134,11 +134,11 @@ class RankFiles:
         return Step(float(began_s), where) if record else None
 
     def stacks(self) -> str:
-        """The stacks that the rank has shown; empty if it has shown none."""
+        """Return the stacks that the rank has written; empty if there are none."""
         return _text(self.stacks_file)
 
     def collectives(self) -> RankCollectives | None:
-        """The rank's progress in its process groups; None if it has shown nothing that can be read."""
+        """Return the rank's progress in its process groups; None if it has written nothing readable."""
         if not self.collectives_file.exists():
             return None
         try:
@@ -147,7 +147,7 @@ class RankFiles:
             return None
 
     def error(self) -> RankError | None:
-        """The error that the rank ends with; None if it noted none."""
+        """Return the error that the rank ends with; None if it recorded none."""
         if not self.error_file.exists():
             return None
         return msgspec.json.decode(self.error_file.read_bytes(), type=RankError)
@@ -159,7 +159,7 @@ def _text(file: Path) -> str:
 
 
 class Heartbeat:
-    """A rank's side of its files: shows its current step and notes the error it ends with."""
+    """A rank's side of its files: records its current step and the error it ends with."""
 
     def __init__(self, files: RankFiles) -> None:
         self._files = files

@@ -33,7 +33,7 @@ class Kept(Generic[Entry]):
 
 @dataclass(frozen=True, kw_only=True)
 class JournalKind(Generic[Identity, Entry]):
-    """A kind of journal: one line for what must be the same to continue the run, then one for each entry."""
+    """A kind of journal: a header line that identifies the run, then one line for each entry."""
 
     format: str
     run: str
@@ -45,7 +45,7 @@ class JournalKind(Generic[Identity, Entry]):
     """Function from an entry to the key that identifies it."""
 
     def read(self, path: Path, identity: Identity, *, anew: bool = False) -> Kept[Entry]:
-        """The entries of a journal, empty if there is no file; an incomplete last line is ignored.
+        """Return the entries of a journal; empty if there is no file; an incomplete last line is ignored.
 
         Raises BadInput if it is no journal of this kind, or is of another run and that is not to start `anew`.
         """
@@ -69,7 +69,7 @@ class JournalKind(Generic[Identity, Entry]):
         return Kept(entries, sum(map(len, lines)))
 
     def header(self, identity: Identity) -> bytes:
-        """The first line of a journal."""
+        """Return the header line of a journal."""
         return canonical_json(_Header(format=self.format, version=_VERSION, identity=identity)) + b"\n"
 
     def _differences(self, path: Path, line: bytes, identity: Identity) -> list[str]:
@@ -82,7 +82,7 @@ class JournalKind(Generic[Identity, Entry]):
 
 
 class Journal(Generic[Identity, Entry]):
-    """The entries that are known so far, the same on every rank; on rank 0 also on disk.
+    """The entries of a journal, equal on every rank; rank 0 also writes them to disk.
 
     `path` is None on the other ranks. The file is made with the first entry, cut to the part of it that was readable.
     """
@@ -97,11 +97,11 @@ class Journal(Generic[Identity, Entry]):
         self.entries: dict[Hashable, Entry] = {kind.key(entry): entry for entry in kept.entries}
 
     def find(self, *key: Hashable) -> Entry | None:
-        """The entry of this key, or None if it is not known."""
+        """Return the entry of this key; None if there is none."""
         return self.entries.get(key)
 
     def add(self, entries: Sequence[Entry]) -> bool:
-        """Add entries, on disk before this returns; return False if all of them were there already."""
+        """Add entries and sync them to disk; return False if all of them were there already."""
         keyed = {self._kind.key(entry): entry for entry in entries}
         new = {key: entry for key, entry in keyed.items() if self.entries.get(key) != entry}
         self.entries.update(new)

@@ -44,7 +44,7 @@ class HeldLock(Value, frozen=True, kw_only=True):
 
 @contextmanager
 def only_run(file: Path, nodes: Nodes) -> Iterator[tuple[HeldLock, ...]]:
-    """Hold the lock `file` of a run on node 0; other nodes take no lock, because they may share the folder.
+    """Hold the lock `file` of a run on node 0; other nodes take no lock, because they may use the same folder.
 
     A symbolic link is not followed, and a hard link not written to. The file names its holder, as does the BadInput
     raised if another run holds it.

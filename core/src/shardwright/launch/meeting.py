@@ -48,7 +48,7 @@ class Place:
 
 @contextmanager
 def meeting_of(nodes: Nodes, file: Path, environment: Mapping[str, str]) -> Iterator[Nodes]:
-    """Yield the nodes of a run with their meeting: node 0 listens, and others can learn the secret.
+    """Yield the nodes of a run, ready to meet: node 0 listens, and the others can read the secret.
 
     The secret is SHARDWRIGHT_SECRET or, if that is not set, a random one that node 0 keeps in `file` (mode 600) of a
     folder that the nodes share. Raises BadInput if the secret is short, `file` is not the user's alone, or node 0
@@ -94,7 +94,7 @@ def _checked(environment: Mapping[str, str]) -> bytes | None:
 
 
 def _write_secret(file: Path) -> None:
-    """Write the secret's file, whole or not at all; one that a killed start of the run has left is kept."""
+    """Write the secret's file atomically; keep one from an earlier start of this run."""
     try:
         if not file.is_symlink() and not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -154,7 +154,7 @@ def call(place: Place, timeout_s: float = ANSWER_S / 2) -> socket.socket:
 
 
 async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
-    """Once a caller has proved that it knows the secret; raises Refused or EOFError if it does not."""
+    """Return once a caller has proved that it knows the secret; raise Refused or EOFError if it does not."""
     challenge = secrets.token_bytes(_NONCE_BYTES)
     writer.write(challenge)
     nonce = await reader.readexactly(_NONCE_BYTES)
@@ -168,7 +168,7 @@ def _proof(secret: bytes, role: bytes, numbers: bytes) -> bytes:
 
 
 def receive(line: socket.socket, count: int) -> bytes:
-    """`count` bytes of a connection; raises Refused if it is closed before."""
+    """Receive `count` bytes from a connection; raise Refused if it is closed before."""
     parts = bytearray()
     while len(parts) < count:
         part = line.recv(count - len(parts))
@@ -179,18 +179,18 @@ def receive(line: socket.socket, count: int) -> bytes:
 
 
 def framed(message: msgspec.Struct) -> bytes:
-    """A message as it is sent over a connection: its length, then JSON."""
+    """Return a message in wire format: its length, then JSON."""
     body = msgspec.json.encode(message)
     return len(body).to_bytes(_LENGTH_BYTES) + body
 
 
 def receive_frame(line: socket.socket) -> bytes:
-    """The next message of a connection."""
+    """Receive the next message of a connection."""
     return receive(line, _length(receive(line, _LENGTH_BYTES)))
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    """The next message of a connection; raises EOFError if it ends, Refused if the message is too long."""
+    """Read the next message of a connection; raise EOFError if it ends, Refused if the message is too long."""
     return await reader.readexactly(_length(await reader.readexactly(_LENGTH_BYTES)))
 
 

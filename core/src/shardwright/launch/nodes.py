@@ -41,7 +41,7 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True)
 class Meeting:
-    """The means by which the nodes of a run meet: a secret and node 0's socket."""
+    """How the nodes of a run meet: a secret, and node 0's listening socket."""
 
     file: Path
     """File in which node 0 stores the secret, unless all nodes were given it."""
@@ -75,7 +75,7 @@ class Nodes:
         _ = self.address
 
     def ranks_here(self, cluster: Cluster) -> range:
-        """The ranks that are started on this machine."""
+        """Return the ranks that are started on this machine."""
         if self.all_here:
             return range(cluster.num_devices)
         first = cluster.node_of_rank.index(self.rank)
@@ -83,7 +83,7 @@ class Nodes:
 
     @property
     def address(self) -> Address | None:
-        """The rendezvous by host and port, which is 0 until the secret determines it.
+        """Return the rendezvous as host and port; port 0 until the secret determines it.
 
         Raises BadInput if it is no `HOST:PORT`.
         """
@@ -98,7 +98,7 @@ class Nodes:
 
 
 def nodes_of(count: int | None, rank: int | None, rendezvous: str | None, environment: Mapping[str, str]) -> Nodes:
-    """The nodes that options name; what they leave out is taken from the srun step that this process runs in.
+    """Return the nodes that the options name; missing options are taken from the current srun step.
 
     Outside a step, there is one node. Raises BadInput if a step has several tasks on a node, or its first host
     cannot be found.
@@ -120,7 +120,7 @@ def nodes_of(count: int | None, rank: int | None, rendezvous: str | None, enviro
 def check_all_nodes(cluster: Cluster, nodes: Nodes, file: object) -> None:
     """Raise BadInput if a command for all nodes of a cluster is started on another number of them.
 
-    Where no option names nodes, first print the line to start on each, with this machine as node 0.
+    If no option names nodes, first print the line to start on each, with this machine as node 0.
     """
     count = cluster.num_nodes
     if nodes.all_here or nodes.count == count:
@@ -143,7 +143,7 @@ def lines_of_nodes(cluster: Cluster, command: Sequence[str]) -> list[str]:
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that has an IPv4 address, or an address of the loopback network (netdevice(7)).
+    """Return the network interface that has an IPv4 address, or a loopback address (netdevice(7)).
 
     Returns None if no interface has it, and for IPv6 addresses other than ::1.
     """
@@ -167,7 +167,7 @@ def means_loopback(host: str) -> bool:
 
 
 def name_for_others() -> str:
-    """This machine's name or, if that resolves to loopback here, the address by which it reaches others."""
+    """Return this machine's name, or its outgoing address if the name resolves to loopback here."""
     name = socket.gethostname()
     if means_loopback(name):
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -181,7 +181,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _host_of_step(environment: Mapping[str, str]) -> str:
-    """The address of the step's first node as Slurm reaches it; its name may only be known to Slurm."""
+    """Return the address of the step's first node as Slurm reaches it; its name may only be known to Slurm."""
     listed = environment["SLURM_STEP_NODELIST"]
     hosts = _hosts(listed)
     # Slurm's list of the step is sorted by name across a job's components: the first task is on the first component's.
@@ -215,7 +215,7 @@ def _unresolved(listed: str, why: str) -> BadInput:
 
 
 def _number(environment: Mapping[str, str], *names: str, default: int | None = None) -> int:
-    """The value of the first of these variables that is set."""
+    """Return the value of the first of these variables that is set."""
     name = next((name for name in names if name in environment), names[0])
     value = environment.get(name)
     if value is None and default is not None:
@@ -240,7 +240,7 @@ class NodeOptions(Options, frozen=True, kw_only=True):
     """Start the ranks of all nodes on this machine, to try a cluster's plans if there is no such cluster."""
 
     def nodes(self, environment: Mapping[str, str]) -> Nodes:
-        """The nodes that the options name."""
+        """Return the nodes that the options name."""
         if self.all_nodes_here:
             return Nodes(self.nnodes or 1, self.node_rank or 0, all_here=True)
         return nodes_of(self.nnodes, self.node_rank, self.rendezvous, environment)

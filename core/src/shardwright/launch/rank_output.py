@@ -1,4 +1,4 @@
-"""The output of ranks: shown as if they printed it themselves, and kept in a file of each rank if asked for.
+"""The output of ranks, shown as it is printed, and kept in a file for each rank if requested.
 
 A rank that is killed keeps what it has printed, for that lies in a pipe whose other end is the launcher's.
 """
@@ -43,17 +43,17 @@ class RankLog:
         self._begin = os.fstat(self._descriptor).st_size
 
     def write(self, piece: bytes) -> None:
-        """Append to the log; if that fails, report it once and let the rank continue without a log."""
+        """Append to the log; if that fails, report it once and continue without a log."""
         if self._failed:
             return
         try:
             _write(self._descriptor, piece)
         except OSError as error:
             self._failed = True
-            print(f"{self.path}: {error.strerror}: no more of what the rank prints is kept", file=sys.stderr)
+            print(f"{self.path}: {error.strerror}: the rank's further output is not logged", file=sys.stderr)
 
     def last_lines(self) -> list[str]:
-        """The last lines since this start."""
+        """Return the last lines that were written since this start."""
         begin = max(self._begin, os.fstat(self._descriptor).st_size - _CHUNK_BYTES)
         return os.pread(self._descriptor, _CHUNK_BYTES, begin).decode(errors="replace").splitlines()[-LAST_LINES:]
 
@@ -63,7 +63,7 @@ class RankLog:
 
 
 class RankOutput:
-    """The output of a node's ranks: a thread for each stream that is not simply the launcher's own."""
+    """The output of a node's ranks: a thread for each stream that is not the launcher's own."""
 
     def __init__(self, logs: dict[int, RankLog], on_line: OnLine | None) -> None:
         self._logs, self._on_line = logs, on_line
@@ -75,7 +75,7 @@ class RankOutput:
         return kept or (self._on_line is not None and rank == 0), kept
 
     def follow(self, rank: int, stdout: IO[bytes] | None, stderr: IO[bytes] | None) -> None:
-        """Show and keep what comes out of a rank's pipes until they are closed."""
+        """Show and store the output of a rank's pipes until they are closed."""
         keep = [self._logs[rank].write] if rank in self._logs else []
         if stdout is not None and self._on_line is not None and rank == 0:
             self._read(stdout, [*keep, self._on_line])
@@ -90,13 +90,13 @@ class RankOutput:
         self._readers.append(reader)
 
     def join(self) -> None:
-        """Wait until all output of ended ranks is shown and kept, up to a time limit: a child may hold a pipe."""
+        """Wait until all output of ended ranks is shown and stored, up to a limit: a child may hold a pipe open."""
         until_s = time.monotonic() + _JOIN_S
         for reader in self._readers:
             reader.join(max(0.0, until_s - time.monotonic()))
 
     def show(self, rank: int, text: str) -> None:
-        """Show on standard error, and keep, what a rank could not print itself."""
+        """Show on standard error, and store, a text that a rank could not print itself."""
         print(text, end="", file=sys.stderr)
         if rank in self._logs:
             self._logs[rank].write(text.encode())
@@ -137,7 +137,7 @@ def rank_output(
 
 
 def _lines(stream: IO[bytes]) -> Iterator[bytes]:
-    """Yield whole lines as soon as they are there, several at once, or the beginning of a line that grows too long."""
+    """Yield complete lines as soon as they arrive, or the beginning of a line that grows too long."""
     begun = b""
     with stream:
         while piece := os.read(stream.fileno(), _CHUNK_BYTES):

@@ -65,7 +65,7 @@ _THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 @dataclass
 class _Rank:
-    """A rank's process, and the files by which the launcher sees it."""
+    """A rank's process, and the files through which the launcher watches it."""
 
     number: int
     files: RankFiles
@@ -75,7 +75,7 @@ class _Rank:
     seen_s: float = 0.0
 
     def look(self) -> int | None:
-        """The exit status of the process, None while it runs."""
+        """Return the exit status of the process; None while it runs."""
         if self.status is None and (status := self.process.poll()) is not None:
             self.status, self.seen_s = status, time.monotonic()
         return self.status
@@ -221,7 +221,7 @@ def _report(ranks: Sequence[_Rank], nodes: Nodes, began_s: float, hang_timeout_s
 
 
 def _time_is_up(failed: Sequence[RankState]) -> bool:
-    """Whether the ranks that have not failed had the time that they get once others have."""
+    """Return whether the other ranks have had their grace time to end after some failed."""
     if not failed:
         return False
     allowed_s = _ORDERLY_END_S if all(state.orderly for state in failed) else _OTHER_END_S
@@ -229,7 +229,7 @@ def _time_is_up(failed: Sequence[RankState]) -> bool:
 
 
 def _hang(running: Sequence[RankState], began_s: float, hang_timeout_s: float) -> str | None:
-    """A description of what takes too long: a rank's step, or connecting the ranks."""
+    """Return a description of what exceeded the time limit: a rank's step, or connecting the ranks; None: nothing."""
     now_s = time.monotonic()
     steps = [state.step for state in running if state.step is not None]
     if any(now_s - step.began_s > hang_timeout_s for step in steps):
@@ -258,7 +258,7 @@ def _keep_collectives(ranks: Sequence[_Rank], folder: Path) -> None:
             try:
                 shutil.copyfile(rank.files.collectives_file, kept)
             except OSError as error:
-                print(f"{kept}: {error.strerror}: what collectives the rank has entered is not kept", file=sys.stderr)
+                print(f"{kept}: {error.strerror}: the rank's collectives are not logged", file=sys.stderr)
 
 
 def _why_no_stack(rank: _Rank) -> str:
@@ -272,7 +272,7 @@ def _is_stopped(rank: _Rank) -> bool:
 
 
 def _process_state(rank: _Rank) -> str:
-    """A rank's process state as proc(5) names it; an ended process stays there until its status is read."""
+    """Return a rank's process state as in proc(5); an ended process remains there until its status is read."""
     return Path(f"/proc/{rank.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 

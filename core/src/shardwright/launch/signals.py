@@ -42,7 +42,7 @@ def outlive_terminal() -> None:
 
 
 class _Lossy:
-    """A text stream whose writes may be lost."""
+    """A text stream whose write errors are ignored."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -19,7 +19,7 @@ from shardwright.launch.meeting import ANSWER_S, Place, call, framed, read_frame
 
 
 class RankCall(msgspec.Struct, frozen=True, tag="rank"):
-    """The first message of a rank, which names the launch it belongs to."""
+    """The first message of a rank, which names the launch that it belongs to."""
 
     launch: str
 
@@ -67,7 +67,7 @@ class Values:
                 await writer.drain()
 
     async def answer(self, request: Request) -> Answer:
-        """The answer to one request."""
+        """Return the answer to one request."""
         key = request.keys[0] if request.keys else ""
         present, number, value = self._values.get(key), 0, request.value
         match request.kind:
@@ -148,7 +148,7 @@ class StoreCalls:
         self._ask(Request("set", (key,), _as_bytes(value)))
 
     def get(self, key: str) -> bytes:
-        """A value, waiting for it until the timeout."""
+        """Return a value, waiting for it until the timeout."""
         return self._awaited([key], self.timeout)[0]
 
     def add(self, key: str, amount: int) -> int:
@@ -173,7 +173,7 @@ class StoreCalls:
         return self._ask(Request("delete", (key,))).number > 0
 
     def num_keys(self) -> int:
-        """The number of values."""
+        """Return the number of values."""
         return self._ask(Request("count")).number
 
     # By these names C++ calls what Python calls by the names above.
@@ -181,7 +181,7 @@ class StoreCalls:
     getNumKeys = num_keys
 
     def clone(self) -> "StoreCalls":
-        """A store with its own connection to the same values, for another thread; it lives as long as this."""
+        """Return a store with another connection to the same values, for another thread; it lives as long as this."""
         self._clones.append(type(self)(self._note, self.timeout))
         return self._clones[-1]
 
@@ -191,7 +191,7 @@ def _as_bytes(value: bytes | str) -> bytes:
 
 
 def rank_store(file_store: Callable[[str, int], S], base: type[S], world_size: int, timeout: timedelta) -> S:
-    """The store through which the ranks of a launch connect.
+    """Return the store through which the ranks of a launch connect.
 
     It is a `file_store` on one node and a subclass of `base` on several: `torch.distributed.FileStore` and `Store`.
     """
@@ -206,6 +206,6 @@ def rank_store(file_store: Callable[[str, int], S], base: type[S], world_size: i
 
 
 def note_meeting(file: "os.PathLike[str]", place: Place, launch: str) -> None:
-    """Write the address at which this node's ranks meet the others into a file for them."""
+    """Write the address at which this node's ranks meet the other nodes' ranks into a new file."""
     with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened:
         opened.write(msgspec.json.encode(MeetingNote(place, launch)))

@@ -1,1 +1,1 @@
-"""Facts of each family of Transformers, without torch; all other packages read them here."""
+"""Facts of each family of Transformers, without torch; the only source of them for all other packages."""

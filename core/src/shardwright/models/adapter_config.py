@@ -1,4 +1,4 @@
-"""An adapter of peft (LoRA, Hu et al. 2021): its adapter_config.json, and whether it has trained weights."""
+"""A LoRA adapter of peft (Hu et al. 2021): its adapter_config.json, and whether its weights are trained."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,7 +60,7 @@ class Adapter(NamedTuple):
 
 
 def read_adapter(given: Path) -> tuple[Adapter, Path]:
-    """Return the adapter of a folder, with its trained weights' identity, or of an adapter_config.json.
+    """Return the adapter of a folder, with the identity of its trained weights, or of an adapter_config.json.
 
     Also returns the file of the configuration. Raises BadInput, naming it and the key, for what cannot be trained.
     """

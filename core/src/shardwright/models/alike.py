@@ -1,4 +1,4 @@
-"""A config.json as its family reads it, under whatever name, or approximately as another family by its keys."""
+"""A config.json as read by its family, under any of its names, or approximately as another family by its keys."""
 
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -39,7 +39,7 @@ _NULLS = ("attention_chunk_size", "q_lora_rank", "sliding_window")
 
 
 class Read(NamedTuple):
-    """A configuration as a family reads it."""
+    """A config.json with the keys that a family reads, and notes on it."""
 
     config: dict[str, Any]
     """Its keys, `model_type` being the family's."""
@@ -49,12 +49,12 @@ class Read(NamedTuple):
     """The family whose shapes stand for the model's; None: they are the model's own."""
 
     def named(self, name: str) -> str:
-        """Return a model's name, which says of what it is an approximation."""
+        """Return a model's name, extended by what it approximates, if it does."""
         return name if self.approximates is None else f"{name} (approximate, as {self.approximates})"
 
 
 def read_config(given: Config, file: object, taken_as: str | None = None) -> Read:
-    """Return the keys of a config.json for a family; `taken_as`: the one whose shapes stand for those of the model.
+    """Return the keys of a config.json for a family; `taken_as`: the family that approximates the model, if any.
 
     Raises BadInput, naming `file`, for a type without a family, and naming --as for a family that does not fit.
     """
@@ -70,7 +70,7 @@ def read_config(given: Config, file: object, taken_as: str | None = None) -> Rea
 
 
 def is_known(config: Config) -> bool:
-    """Return whether a config.json is of a type that a family describes, under its own name or another."""
+    """Return whether a config.json has a type that a family describes, under its own or another name."""
     kind = config.get("model_type")
     return isinstance(kind, str) and (kind in FAMILIES or kind in OTHER_NAMES)
 
@@ -81,17 +81,17 @@ def has_images(config: Config) -> bool:
 
 
 def same_types(family: str) -> tuple[str, ...]:
-    """Return the types that are read as a family under another name."""
+    """Return the other model types that are read as this family."""
     return tuple(name for name, other in OTHER_NAMES.items() if other.family == family)
 
 
 def priced_families() -> tuple[str, ...]:
-    """Return the families of causal language models, which may stand for another."""
+    """Return the families of causal language models, which may approximate other types."""
     return tuple(name for name, family in FAMILIES.items() if _is_causal(family))
 
 
 def unknown_type(given: Config, file: object) -> BadInput:
-    """Return the refusal of a type without a family: the nearest one, and what to do."""
+    """Return the error for a type without a family, with the nearest family and what to do."""
     kind = given.get("model_type")
     if not isinstance(kind, str):
         return BadInput(file, "has no model_type", "give the config.json of a model")
@@ -107,7 +107,7 @@ def unknown_type(given: Config, file: object) -> BadInput:
 
 
 def nearest_family(given: Config) -> str | None:
-    """Return the family of a like name, or else the first of the usual ones that fits; None: none does."""
+    """Return the family with the most similar name, or else the first of the usual ones that fits; None: none fits."""
     fitting = [name for name in priced_families() if _fits(given, FAMILIES[name])]
     near = get_close_matches(str(given.get("model_type")), fitting, 1, _ALIKE)
     return next((name for name in (*near, *USUAL) if name in fitting), None)
@@ -151,14 +151,14 @@ def _fits(given: Config, family: Family) -> bool:
 
 
 def _text_part(given: Config) -> tuple[Config, bool]:
-    """Return the keys of the language model, and whether they are inside those of a larger model."""
+    """Return the keys of the language model, and whether they are nested inside a larger model's keys."""
     inner = given.get(_NESTED)
     is_part = isinstance(inner, Mapping) and not any(word in given for word in ("hidden_size", *_WORDS["hidden_size"]))
     return (inner, True) if is_part and isinstance(inner, Mapping) else (given, False)
 
 
 def _approximated(given: Config, family: Family, file: object) -> tuple[dict[str, Any], str]:
-    """Return the keys that a family reads of another type's configuration, and what that leaves out, in words."""
+    """Return the keys that a family reads from another type's configuration, and words on keys left out."""
     flat, is_part = _text_part(given)
     _check_experts(flat, family)
     taken = dict(_taken(flat, family))
@@ -170,7 +170,7 @@ def _approximated(given: Config, family: Family, file: object) -> tuple[dict[str
     notes = ([f"its {_NESTED} alone"] if is_part else []) + ([f"without {', '.join(unread)}"] if unread else [])
     if "tie_word_embeddings" not in flat:
         tied = bool(family.keys.defaults.get("tie_word_embeddings", False))
-        notes.append(f"tie_word_embeddings, which the file lacks, is taken as {str(tied).lower()}")
+        notes.append(f"tie_word_embeddings, which is not in the file, is taken as {str(tied).lower()}")
     return {**_absent(config, family), **config}, "; ".join(notes) or "all its keys are read"
 
 
@@ -204,14 +204,14 @@ def _known(family: Family) -> set[str]:
 
 
 def _own_name(family: Family, key: str) -> str:
-    """Return what a family calls a key of a model's shape."""
+    """Return a family's name for a key of a model's shape."""
     usual = family.keys.aliases.get(key, key)
     known = _known(family)
     return usual if usual in known else next((name for name in _WORDS.get(key, ()) if name in known), usual)
 
 
 def _required(family: Family) -> Iterator[str]:
-    """Yield the keys without which a family's shapes would be those of its defaults."""
+    """Yield the keys that a configuration must have, lest a family's defaults are used for its shapes."""
     first = () if family.experts is None or family.experts.first is None else (family.experts.first,)
     shapes = ("hidden_size", "num_hidden_layers", "num_attention_heads", *family.keys.lengths, *first)
     for key in (*shapes, *family.divided.lengths):
@@ -220,7 +220,7 @@ def _required(family: Family) -> Iterator[str]:
 
 
 def _absent(config: Config, family: Family) -> dict[str, Any]:
-    """Return keys as most classes of transformers have them if a file does not have them, not a family's defaults.
+    """Return keys that a file lacks, as most classes of transformers set them, instead of a family's defaults.
 
     As many heads of keys as of queries, all equally wide, no latents of queries, and no window.
     """

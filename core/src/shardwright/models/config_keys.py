@@ -1,4 +1,4 @@
-"""Keys of a config.json and their values, which are checked before anything is computed from them.
+"""Checks of a config.json's keys and values, made before anything is computed from them.
 
 A model is that of transformers. A key that no configuration class of transformers declares cannot change it, and is set
 aside and named; so are notes of the tools that wrote a file, and settings of generation. A key that another class
@@ -52,6 +52,8 @@ _OFF = ("add_cross_attention", "is_decoder", "use_qk_norm")
 """Keys that are off unless a file sets them, except in classes that need them."""
 ALIKE = 0.8
 """The least similarity, from 0 to 1, of a key to the one that it misspells."""
+_WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers")
+"""Keys of a window. A class of transformers that does not declare them ignores them: its attention has no window."""
 _CODE = "auto_map"
 _OF_FILES = (_CODE, "architectures", "dtype", "model_type", "pretraining_tp", "torch_dtype", "transformers_version")
 """Keys that name the model, its code and the format of its file."""
@@ -87,7 +89,7 @@ def known_keys(family: Family) -> frozenset[str]:
 
 
 def without_notes(family: Family, config: Config) -> tuple[dict[str, Any], str | None]:
-    """Return a configuration without the keys that have no effect, and a line that names these; None: there are none.
+    """Return a configuration without keys that have no effect, and a line that names them, None if there are none.
 
     A family that the list lacks, which is being added, is taken to read every key. Raises ValueError naming the first
     key that the family does not read and that may change a model.
@@ -115,8 +117,8 @@ def _sorted(
 
 
 def _meaning(known: frozenset[str], key: str, value: object, *, has_code: bool) -> str | None:
-    """Return why a key that a family does not read may change the model; None: it cannot."""
-    if key in NOTES or key.startswith(_TOOLS) or value is None:
+    """Return why a key that a family does not read may change the model; None: it has no effect."""
+    if key in NOTES or key in _WINDOW or key.startswith(_TOOLS) or value is None:
         return None
     keys = read_keys()
     if not value and (key in keys.off or key in _OFF or "drop" in key):
@@ -129,7 +131,7 @@ def _meaning(known: frozenset[str], key: str, value: object, *, has_code: bool) 
 
 
 def changes_nothing(key: str, value: object) -> bool:
-    """Return whether a key says nothing about any model, by its name, or is off."""
+    """Return whether a key cannot change any model, because of its name or because it is off."""
     return key in NOTES or key.startswith(_TOOLS) or not value or key in _OF_FILES
 
 
@@ -153,7 +155,7 @@ _MAY_BE_NULL = frozenset(
 
 
 def wrong_values(family: Family, given: Config) -> str | None:
-    """Return what is wrong with the first unusable value of a configuration, or None."""
+    """Return the problem of the first unusable value of a configuration, or None."""
     return next(_wrong_values(family, given), None)
 
 
@@ -184,7 +186,7 @@ def _wrong_values(family: Family, given: Config) -> Iterator[str]:
 
 
 def _wrong_nulls(family: Family, config: Config) -> Iterator[str]:
-    """Yield what is wrong with keys that are null although a model needs a value, under any of their names."""
+    """Yield a message for each key that is null although a model needs a value, under any of its names."""
     needed = {key for key, default in family.keys.defaults.items() if default is not None}.union(family.keys.lengths)
     needed |= {family.keys.aliases[key] for key in ("hidden_size", "num_attention_heads") if key in family.keys.aliases}
     needed |= {family.keys.aliases.get("num_hidden_layers", "")} & {*family.counts}
@@ -195,7 +197,7 @@ def _wrong_nulls(family: Family, config: Config) -> Iterator[str]:
 
 
 def _wrong_kinds(family: Family, config: Config) -> Iterator[str]:
-    """Yield which keys have another kind of value than their default, or a number beyond measure."""
+    """Yield a message for each key whose value has another type than its default, or is too large."""
     for key, default in family.keys.defaults.items():
         if (value := config[key]) is None:
             continue
@@ -220,6 +222,6 @@ def _wrong_sizes(family: Family, config: Config) -> Iterator[str]:
 
 
 def _names(family: Family, key: str) -> tuple[str, ...]:
-    """Return a key with the other names that it has in a family."""
+    """Return a key and its other names in a family."""
     usual = (name for name, short in family.keys.aliases.items() if short == key)
     return tuple(dict.fromkeys((key, family.keys.aliases.get(key, key), *usual)))

@@ -17,7 +17,7 @@ _MULTIPLES = {"bfloat16": 8, "float16": 8, "float32": 4}
 
 
 class Obstacle(NamedTuple):
-    """Why the runtime cannot share positions out as asked, and what to do instead."""
+    """Why the runtime cannot shard positions as requested, and what to do instead."""
 
     problem: str
     remedy: str
@@ -33,7 +33,7 @@ def gpu_format(precision: Precision, cluster: Cluster) -> str | None:
 def context_obstacle(
     model: Model, attention: Attention, compile: bool = False, on_gpu: str | None = None
 ) -> Obstacle | None:
-    """Return why no layer of a model can have a cp_size above 1 with a kernel, or None.
+    """Return why no layer of a model can have a cp_size above 1 with an attention kernel, or None.
 
     `on_gpu`: the number format of attention on GPUs, whose kernels take heads of some sizes; None: there are none.
     Nothing is known of families such as those of descriptions made from others' profiles: they have no obstacle.
@@ -42,7 +42,7 @@ def context_obstacle(
 
 
 def ring_obstacle(model: Model, attention: Attention) -> Obstacle | None:
-    """Return why a model's keys cannot be sent round a ring with a kernel, or None if they can.
+    """Return why ring attention does not support a model with a kernel, or None if it does.
 
     What only some types of layer lack, such as a window, `misfit` says of these.
     """
@@ -72,14 +72,14 @@ def _context_obstacles(model: Model, attention: Attention, compile: bool, on_gpu
     key = facts.dropouts.attention
     if facts.configured(model.config).get(key):
         problem = f"cp_size above 1 drops nothing inside attention, for which {key} has a rate"
-        yield Obstacle(problem, f"describe the model with {key} 0, or share positions out by sequence_parallel")
+        yield Obstacle(problem, f"describe the model with {key} 0, or split positions by sequence_parallel")
     if facts.joined_by is not None:
         problem = "cp_size above 1 is not for images among a text, which keep their order"
         yield Obstacle(problem, "use sequence_parallel")
     multiple = _MULTIPLES.get(on_gpu or "", 1)
     if attention is not Attention.EAGER and (odd := _odd_heads(model, facts, multiple)) is not None:
         problem = f"cp_size above 1 attends in {on_gpu} on a GPU with heads of a multiple of {multiple} features"
-        yield Obstacle(f"{problem}, the model's have {odd}", "share positions out by sequence_parallel")
+        yield Obstacle(f"{problem}, the model's have {odd}", "split positions by sequence_parallel")
 
 
 def _odd_heads(model: Model, facts: Family, multiple: int) -> int | None:

@@ -11,7 +11,14 @@ from msgspec import UNSET, UnsetType
 
 from shardwright.io import BadInput
 from shardwright.models.alike import read_config
-from shardwright.models.config_keys import is_length, is_number, not_a_length, without_notes, wrong_values
+from shardwright.models.config_keys import (
+    is_length,
+    is_number,
+    known_keys,
+    not_a_length,
+    without_notes,
+    wrong_values,
+)
 from shardwright.models.facts import Family
 from shardwright.models.registry import FAMILIES
 from shardwright.models.traits import ATTENDED, MULTIPLIED, POSITIONS, VALUES, Config
@@ -49,7 +56,7 @@ class Contents(NamedTuple):
 
     @property
     def is_cut(self) -> bool:
-        """Return whether tensor parallelism shards any of them."""
+        """Return whether tensor parallelism shards any of these parameters."""
         return any(p.tp_dim is not None for p in self.parameters)
 
 
@@ -63,7 +70,7 @@ def model_of_config(given: Config, name: str, sequence_length: int | None, file:
     family = FAMILIES[given["model_type"]]
     config = _checked(family, given, file)
     if sequence_length is None and (sequence_length := usual_length(family, config)) is None:
-        raise BadInput("--seq", f"{file} does not say how long samples are", "give it, in tokens")
+        raise BadInput("--seq", f"{file} does not state the sample length", "give it, in tokens")
     if (wrong := wrong_length(family, config, sequence_length)) is not None:
         raise BadInput("--seq", f"{wrong} in {file}", "give another")
     try:
@@ -81,7 +88,7 @@ def model_of_config(given: Config, name: str, sequence_length: int | None, file:
 def described_model(
     family: Family, config: Config, given: Config, name: str, sequence_length: int, contents: Callable[[str], Contents]
 ) -> Model:
-    """Return a description by what a family's layer types contain; `config` is what `given` means."""
+    """Return a description from the contents of each layer type; `config` is `given` with defaults filled in."""
     layers = family.described_layers(config, sequence_length)
     kinds = (EMBEDDING, *dict.fromkeys(layers), HEAD)
     return Model(
@@ -96,7 +103,7 @@ def described_model(
 
 
 def usual_length(family: Family, config: Config) -> int | None:
-    """Return the tokens of a sample if nobody gives them: an image's, or `USUAL_TOKENS` where so many are possible.
+    """Return the default tokens of a sample: an image's positions, or `USUAL_TOKENS` if that many are possible.
 
     None: the configuration has no limit.
     """
@@ -107,13 +114,13 @@ def usual_length(family: Family, config: Config) -> int | None:
 
 
 def stated_length(config: Config) -> int | None:
-    """Return the tokens of a sample of a model without facts, if nobody gives them; None: its file has no limit."""
+    """Return the default tokens of a sample of a model without facts; None: its file has no limit."""
     longest = next((config[key] for key in _LIMITS if isinstance(config.get(key), int)), None)
     return None if longest is None else min(USUAL_TOKENS, longest)
 
 
 def wrong_length(family: Family, config: Config, sequence_length: int) -> str | None:
-    """Return what is wrong with the samples' length: more than the model's positions, or not the length of an image.
+    """Return the problem of a sample length: over the model's positions, or not the length of an image; or None.
 
     Nor may it be over a window that the family's blocks do not have.
     """
@@ -125,8 +132,9 @@ def wrong_length(family: Family, config: Config, sequence_length: int) -> str | 
     longest, why = _longest(family, config)
     if longest is not None and sequence_length > longest:
         return f"sequence length {sequence_length} is over {longest} positions ({why})"
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    if family.attention.window is None and isinstance(window, int) and sequence_length > window:
+    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    reads_window = "sliding_window" in known_keys(family) and family.attention.window is None
+    if reads_window and isinstance(window, int) and sequence_length > window:
         return f"sequence length {sequence_length} is over the sliding_window {window}: attention is whole"
     if isinstance(chunk := config.get(CHUNK), int) and sequence_length > chunk:
         return f"sequence length {sequence_length} is over the {CHUNK} {chunk}: attention is whole"
@@ -134,7 +142,7 @@ def wrong_length(family: Family, config: Config, sequence_length: int) -> str | 
 
 
 def _longest(family: Family, config: Config) -> tuple[int | None, str]:
-    """Return the largest number of positions that a configuration allows, and the keys that say so; None: no limit.
+    """Return the largest number of positions that a configuration allows, and the keys that set it; None: no limit.
 
     Linear, dynamic and YaRN scaling stretch the original positions by their factor; the others' stretched number is
     max_position_embeddings itself (transformers, modeling_rope_utils).
@@ -156,7 +164,7 @@ def _longest(family: Family, config: Config) -> tuple[int | None, str]:
 
 
 def wrong_types(family: Family, config: Config) -> str | None:
-    """Return what is wrong with the blocks' types in a configuration: with a list of them, or with experts."""
+    """Return the problem of the blocks' types in a configuration (a list of types, or experts), or None."""
     for stack in family.stacks:
         if (listed := stack.listed(config)) is None:
             continue
@@ -170,7 +178,7 @@ def wrong_types(family: Family, config: Config) -> str | None:
 
 
 def wrong_window(family: Family, config: Config) -> str | None:
-    """Return what is wrong with the windows of a configuration's blocks: one is not a whole number from 1."""
+    """Return the problem of the windows of a configuration's blocks: one is not a whole number from 1; or None."""
     if (window_of := family.attention.window) is None:
         return None
     for window in (window_of(layer, config) for layer in family.layers(config)):
@@ -217,9 +225,9 @@ def _check_length(family: Family, value: object, key: str, file: object) -> None
 
 
 def _pairs(positions: int, window: int | None) -> int:
-    """Return the pairs of positions whose scores count: all, as if nothing was masked.
+    """Return the number of query-key pairs whose scores are computed: all, as if nothing was masked.
 
-    A window leaves out pairs before it, and counts as many behind.
+    A window leaves out pairs before it, and counts as many after.
     """
     return positions**2 - (0 if window is None else (positions - window) ** 2)
 
@@ -288,7 +296,7 @@ def _chosen_products(family: Family, config: Config, experts: Experts | UnsetTyp
 
 
 def _whole_sequence(family: Family, config: Config, layer: str) -> dict[str, int]:
-    """Return what takes a whole sequence on each rank; so do blocks that attend to a part of it, as to an image."""
+    """Return the entries that keep sequences whole on each rank, for layers such as attention within an image."""
     apart = {ATTENDED: 1} if ATTENDED in config and layer not in (EMBEDDING, HEAD) else {}
     return _one_rank(family.divided.sequence, layer) or apart
 

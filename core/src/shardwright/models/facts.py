@@ -64,7 +64,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kernels(self) -> tuple[Attention, ...]:
-        """Return the attention kernels that its blocks can use.
+        """Return the attention kernels that the family's blocks can use.
 
         Flash kernels cannot add a bias to the scores, nor a sink, cuDNN's cannot learn one, and sdpa cannot bound them:
         transformers would ignore it.
@@ -101,7 +101,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def merging(self) -> tuple[str, ...]:
-        """Return the types of layer that attend to nothing and hand on other shapes."""
+        """Return the types of layer that merge patches: without attention, and with outputs of another shape."""
         return tuple(kind for stack in self.stacks for kind in stack.merging)
 
     @property
@@ -128,7 +128,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         return (*self.divided.lengths[:-1], self.experts.features)
 
     def attended(self, layer: str) -> tuple[str, ...]:
-        """Return the states to which each attention of a block attends: those of its stack, then of earlier stacks.
+        """Return the hidden states to which each attention of a block attends: its own stack's, then earlier stacks'.
 
         The head has those of the last stack.
         """
@@ -136,12 +136,12 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         return self.states[number::-1] if self.joined_by is None else self.states[number : number + 1]
 
     def handed_on(self, layer: str) -> tuple[str, ...]:
-        """Return the states that a type of layer passes on: all, or only the last once they are joined."""
+        """Return the hidden states that a type of layer passes on: all, or only the last once they are joined."""
         joined = self.joined_by is not None and (layer == self.joined_by or self.stacks[-1].has(layer))
         return self.states[-1:] if joined else self.states
 
     def of_type(self, layer: str, config: Config) -> "Family":
-        """Return the facts of a type of block."""
+        """Return the facts for a type of block: the vision tower's facts for its blocks, else the family's."""
         tower = None if self.vision is None else self.vision.tower
         return (None if tower is None else tower(layer, config)) or self
 
@@ -150,11 +150,11 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(layer for stack in self.stacks for layer in stack.layers(config))
 
     def described_layers(self, config: Config, sequence_length: int) -> tuple[str, ...]:
-        """Return the types as descriptions list them: blocks that are equal at this length become one type."""
+        """Return the layer types as descriptions list them: blocks that are equal at this length become one type."""
         return tuple(layer for stack in self.stacks for layer in self._alike(stack, config, sequence_length))
 
     def effective_window(self, layer: str, config: Config, sequence_length: int) -> int | None:
-        """Return the window of a type of block; None if it holds a whole sample."""
+        """Return the attention window of a type of block; None if it covers a whole sample."""
         window_of = self.attention.window
         window = None if window_of is None else window_of(layer, config)
         return window if window is not None and window < sequence_length else None
@@ -185,11 +185,11 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         return {**config, **self.shapes(layer, config)}
 
     def replays_sum(self, config: Config) -> tuple[Recomputation, ...]:
-        """Return the kinds of recomputation that repeat the sum at their end, because something after it is kept."""
+        """Return the kinds of recomputation that repeat their final sum, because something after it is saved."""
         return self.norm.ends or (self.dropouts.ends if self.drops(config) else ())
 
     def drops(self, config: Config) -> bool:
-        """Return whether blocks drop some of what they add to the hidden states."""
+        """Return whether dropout applies to what blocks add to the hidden states."""
         return self.dropouts.hidden is not None and config[self.dropouts.hidden] > 0
 
     def configured(self, given: Config) -> dict[str, Any]:
@@ -207,7 +207,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         return {**usual, **given, **self.keys.implied(config)}
 
     def described(self, given: Config) -> dict[str, Any]:
-        """Return a configuration as descriptions keep it: with neither counts of layers, names of classes nor code."""
+        """Return a configuration as descriptions store it: without counts of layers, names of classes, or code."""
         counted = {*self.counts, *(usual for usual, short in self.keys.aliases.items() if short in self.counts)}
         counted |= {"layer_types", *(key for stack in self.stacks for key in stack.typing_keys)}
         reset = {key for stack in self.stacks for key in stack.resets}

@@ -1,4 +1,4 @@
-"""Frozen parts of a model: which parameters are not trained, and through which layers no backward pass goes.
+"""Frozen parts of a model: which parameters are not trained, and which layers have no backward pass.
 
 Layers of one type are alike, so that a type is split where its layers are frozen differently. The family's own name
 stays that of layers that are trained whole; after a dot stands what is frozen otherwise.
@@ -26,7 +26,7 @@ _REMEDY = "name embedding, head, layers, layers[2] or layers[0:8], and after a d
 
 
 class FrozenPart(NamedTuple):
-    """Parameters of some layers of a model."""
+    """A pattern of parameters to freeze, in some layers of a model."""
 
     text: str
     layer: str
@@ -48,7 +48,7 @@ class FrozenPart(NamedTuple):
         return cls(text, layer or "layers", first, end, pattern or "*")
 
     def matches(self, place: Place, parameter: str) -> bool:
-        """Return whether a parameter of the embedding, the head or the block with a number is one of them."""
+        """Return whether the pattern matches a parameter of the embedding, the head or a block by its number."""
         if isinstance(place, str):
             return place == self.layer and fnmatchcase(parameter, self.pattern)
         inside = self.layer == "layers" and self.first <= place and (self.end is None or place < self.end)
@@ -56,7 +56,7 @@ class FrozenPart(NamedTuple):
 
 
 def freeze(model: Model, parts: Sequence[FrozenPart], file: object = OPTION) -> Model:
-    """Return the model with the named parts frozen in addition to parts that already are.
+    """Return the model with the named parts frozen, in addition to parts that are frozen already.
 
     Its layer types are split accordingly.
     Raises BadInput, naming `file`, where a part matches no parameter, where replicas of one parameter would be frozen
@@ -69,7 +69,7 @@ def freeze(model: Model, parts: Sequence[FrozenPart], file: object = OPTION) -> 
 
 
 def freeze_where(model: Model, is_frozen: Callable[[Place, Parameter], bool], file: object) -> Model:
-    """Return the model with parameters frozen by layer and parameter, in addition to those that already are.
+    """Return the model with parameters frozen by a predicate, in addition to parameters that are frozen already.
 
     See `freeze`.
     """
@@ -107,7 +107,7 @@ def _split(model: Model, kinds: Sequence[str], frozen: Sequence[frozenset[str]])
 
 
 def _name(model: Model, kind: str, held: frozenset[str], backward: bool, taken: Mapping[str, object]) -> str:
-    """Return the name of a type of block."""
+    """Return the name of a type of block, which states what is frozen in it."""
     base, trained = base_type(kind), {p.name for p in _parameters(model, kind)} - held
     if held <= {p.name for p in _parameters(model, base) if not p.trained} if base in model.types else not held:
         return base
@@ -128,7 +128,7 @@ def _parameters(model: Model, kind: str) -> tuple[Parameter, ...]:
 
 
 def _check_replicas(model: Model, frozen: Mapping[Place, frozenset[str]], file: object) -> None:
-    """Raise BadInput if one parameter is frozen in one layer and trained in another."""
+    """Raise BadInput if a parameter of several layers is frozen in one and trained in another."""
     for states in _replicas(model, frozen):
         name, held = next(iter(states.items()))
         if len(set(held)) > 1:

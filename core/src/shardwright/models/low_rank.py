@@ -1,9 +1,9 @@
 """Low-rank adaptation (LoRA, Hu et al. 2021) of a described model, as an adapter of peft specifies it.
 
 Beside each matrix W [outputs, inputs] that it names stand A [rank, inputs] and B [outputs, rank], which alone are
-trained. Where tensor parallelism cuts W by its outputs, B is cut so and A is a replica that is applied inside the
-region; where it cuts W by its inputs, A is cut so and B is the replica: what B A adds is then a part of the same sum
-over the ranks as what W gives. Where W is a replica inside a region, so are both.
+trained. If tensor parallelism cuts W by its outputs, B is cut so and A is a replica that is applied inside the
+region; if it cuts W by its inputs, A is cut so and B is the replica: what B A adds is then a part of the same sum
+over the ranks as what W gives. If W is a replica inside a region, so are both.
 
 Experts' matrices are one parameter [experts, outputs, inputs]: beside it stand A [experts, rank, inputs] and
 B [experts, outputs, rank].
@@ -58,7 +58,7 @@ class Pair(NamedTuple):
 
     @property
     def target(self) -> str:
-        """Return what peft names in the layer: a parameter, or a module."""
+        """Return peft's name of the target in the layer: a parameter, or a module."""
         return self.matrix if self.is_parameter else self.module
 
 
@@ -92,7 +92,7 @@ def adapt(model: Model, adapter: Adapter, file: object) -> Model:
 
 
 def _is_frozen_on_request(model: Model) -> bool:
-    """Return whether parameters are frozen on request, besides those that the family never trains."""
+    """Return whether parameters are frozen on request, in addition to parameters that the family never trains."""
     facts, config = facts_of(model), _config(model)
     kinds = (EMBEDDING, *dict.fromkeys(map(base_type, model.layers)), HEAD)
     never = {p.name for kind in kinds for p in facts.parameters(kind, config) if not p.trained}
@@ -101,7 +101,7 @@ def _is_frozen_on_request(model: Model) -> bool:
 
 
 def _config(model: Model) -> Mapping[str, Any]:
-    """Return the keys of a described model, with derived ones."""
+    """Return the configuration of a described model, with derived keys."""
     facts = facts_of(model)
     config = facts.configured(model.config | facts.counted(model.layers, model.config))
     return facts.completed(facts.of_layer(EMBEDDING, config))
@@ -112,7 +112,7 @@ def _alpha(adapter: Adapter, name: str) -> float:
 
 
 def _pairs(model: Model, place: Place, path: str, selection: Selection, adapter: Adapter) -> Iterator[Pair]:
-    """Yield the pairs of a layer with a path in the stock model, in the order in which they follow its parameters."""
+    """Yield the low-rank pairs of a layer, in the order of its parameters."""
     facts, rank = facts_of(model), adapter.low_rank.rank
     for module, name in selection.modules.get(place, {}).items():
         yield Pair(module, f"{module}.weight", False, _matched(adapter.ranks, name, rank))
@@ -127,7 +127,7 @@ def _pairs(model: Model, place: Place, path: str, selection: Selection, adapter:
 
 
 def _matched(patterns: Mapping[str, _T], name: str, otherwise: _T) -> _T:
-    """Return the number of the first pattern that is the end of a name, as peft finds it."""
+    """Return the value of the first pattern that matches the end of a name, as peft does."""
     return next((x for pattern, x in patterns.items() if _end(pattern).match(name)), otherwise)
 
 

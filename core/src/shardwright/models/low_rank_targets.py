@@ -45,7 +45,7 @@ for name in names:
 
 
 class Expression(NamedTuple):
-    """A regular expression, and how it is applied to a name."""
+    """A regular expression, and whether it must match a whole name."""
 
     text: str
     """What the file has."""
@@ -55,12 +55,12 @@ class Expression(NamedTuple):
     """Whether it matches the whole name, and not its beginning."""
 
     def match(self, name: str) -> re.Match[str] | None:
-        """Return its match of a name; `check_expressions` must have accepted it."""
+        """Return the match with a name; `check_expressions` must have accepted the expression."""
         return re.fullmatch(self.whole, name) if self.is_full else re.match(self.whole, name)
 
 
 def check_expressions(expressions: Iterable[Expression], names: Iterable[str], file: object) -> None:
-    """Raise BadInput, naming `file`, for what is not a regular expression, or takes too long to match the names."""
+    """Raise BadInput, naming `file`, for an invalid regular expression, or one that takes too long on these names."""
     risky = [each for each in expressions if _PLAIN.fullmatch(each.text) is None]
     if not risky:
         return
@@ -139,7 +139,7 @@ def _form(facts: Family, kind: str, weight: Parameter, module: str) -> tuple[boo
 
 
 def _logits(parameters: tuple[Parameter, ...]) -> Parameter:
-    """Return the matrix of a head that gives its logits: the last one."""
+    """Return the matrix of a head that computes its logits: the last one."""
     return [p for p in parameters if len(p.shape) > 1 and LOW_RANK not in p.name][-1]
 
 
@@ -171,17 +171,17 @@ class Targets(NamedTuple):
 
     @property
     def are_all(self) -> bool:
-        """Return whether all matrices are meant."""
+        """Return whether all linear modules are targets (`all-linear`)."""
         return isinstance(self.modules, str) and self.modules.lower() == ALL_LINEAR
 
     @property
     def expressions(self) -> tuple[Expression, ...]:
-        """Return the regular expressions among them."""
+        """Return the targets that are regular expressions."""
         whole = (each for each in (self.modules, self.excluded) if isinstance(each, str))
         return (*(Expression(each, each, is_full=True) for each in whole), *map(_list, self.patterns))
 
     def names(self, name: str) -> bool:
-        """Return whether a module with a name is named, wherever it is and whatever is excluded."""
+        """Return whether the targets name a module, regardless of layers and exclusions."""
         return _named(name, self.modules)
 
     def take(self, name: str) -> bool:
@@ -263,7 +263,7 @@ def _ends(name: str, names: Iterable[str]) -> bool:
 
 
 def _containers(known: Sequence[StockModule]) -> Iterator[StockModule]:
-    """Yield the modules that only hold others."""
+    """Yield the modules that only contain other modules."""
     names = dict.fromkeys(each.name for each in known)
     held = dict.fromkeys(name[: match.start()] for name in names for match in re.finditer(r"\.", name))
     for name in (each for each in held if each not in names):
@@ -271,7 +271,7 @@ def _containers(known: Sequence[StockModule]) -> Iterator[StockModule]:
 
 
 def _check_names(targets: Targets, known: Sequence[StockModule], file: object) -> None:
-    """Raise BadInput for a target that matches nothing, which peft would skip silently if others match."""
+    """Raise BadInput for a target that matches nothing; peft skips it silently if other targets match."""
     each = (targets.modules,) if isinstance(targets.modules, str) else targets.modules
     for target in each:
         alone = targets._replace(modules=target if isinstance(targets.modules, str) else (target,))
@@ -280,7 +280,7 @@ def _check_names(targets: Targets, known: Sequence[StockModule], file: object) -
 
 
 def _parameter(name: str, model: Model, file: object) -> str:
-    """Return which parameter of blocks with experts a target means, in all of them."""
+    """Return the experts' parameter that a target means, in all blocks with experts."""
     keys = facts_of(model).experts
     known = {f"mlp.{path}": each for path, each in zip(_PARAMETERS, (GATE_UP, DOWN, ROUTER), strict=True)}
     for path, parameter in known.items() if keys is not None and keys.older_names else ():
@@ -291,7 +291,7 @@ def _parameter(name: str, model: Model, file: object) -> str:
 
 
 def _resolved(targets: Targets, model: Model, known: Sequence[StockModule], keys: ExpertKeys) -> Targets:
-    """Return targets with the last parts of names instead of a regular expression, or of the word for all.
+    """Return targets as last parts of names, instead of a regular expression or `all-linear`.
 
     peft does so for models whose experts were modules in transformers 4: what is named of one is meant in all blocks.
     """
@@ -317,7 +317,7 @@ def _last_parts(names: Iterable[str]) -> dict[str, None]:
 
 
 def _without_experts(targets: Targets, keys: ExpertKeys, file: object) -> tuple[Targets, frozenset[str]]:
-    """Return targets without older names of expert and router matrices, and what these names mean.
+    """Return targets without the older names of expert and router matrices, and the parameters that these mean.
 
     peft adapts experts and routers of all blocks then, and no dense feed-forward part, whose matrices have these names.
     """

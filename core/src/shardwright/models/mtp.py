@@ -1,4 +1,4 @@
-"""Layers that predict further tokens (MTP; DeepSeek-AI 2024, DeepSeek-V3, section 2.2): what they add to a model."""
+"""Multi-token prediction (MTP; DeepSeek-AI 2024, DeepSeek-V3, section 2.2): layers added to a model."""
 
 from msgspec import UNSET
 from msgspec.structs import replace
@@ -13,14 +13,14 @@ MTP = ".mtp"
 
 
 def mtp_layers(layers: tuple[str, ...]) -> int:
-    """Return how many of a model's layers predict further tokens: its last ones."""
+    """Return the number of a model's last layers that predict further tokens."""
     return sum(name.endswith(MTP) for name in layers)
 
 
 def with_mtp(model: Model, number: int) -> Model:
-    """Return a model with this number of additional layers that predict further tokens, as Megatron-LM computes them.
+    """Return a model with additional layers that predict further tokens, as Megatron-LM computes them.
 
-    Each is a layer like the last one behind a product of twice as many features, and has a copy of the token table, as
+    Each is a layer like the last one after a product of twice as many features, and has a copy of the token table, as
     the last pipeline stage there; the head computes their logits and losses, too. Estimated, not trained.
     """
     if not number:

@@ -1,4 +1,4 @@
-"""The parameters of the modules that families are made of, as the stock models of transformers name and order them.
+"""Parameters of the modules that families consist of, named and ordered as in the stock models of transformers.
 
 What tensor parallelism shards is as Megatron-LM does it (Shoeybi et al. 2019): columns of what a part begins with, rows
 of what it ends with, and the vocabulary.

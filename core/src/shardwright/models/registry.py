@@ -1,4 +1,4 @@
-"""What is known by name: families by the `model_type` of their config.json, and published models."""
+"""Everything with a name: families by the `model_type` of their config.json, and published models."""
 
 import tomllib
 from importlib import import_module
@@ -20,7 +20,7 @@ Found = TypeVar("Found")
 
 
 def _public(kind: type[Found]) -> list[Found]:
-    """Return the public values of a kind in the modules of `families`, which nothing lists."""
+    """Return the public values of a type in the modules of `families`, found by import."""
     modules = (import_module(f"{families.__name__}.{module.name}") for module in iter_modules(families.__path__))
     public = (value for module in modules for name, value in vars(module).items() if not name.startswith("_"))
     return [value for value in public if isinstance(value, kind)]
@@ -51,7 +51,7 @@ def refusal(model_type: object, usual: str) -> str:
 def facts_of(model: Model) -> Family:
     """Return the facts of a described model's family.
 
-    Raises BadInput for a family that nothing is known of, such as that of a description made from others' profiles.
+    Raises BadInput for an unknown family, as in descriptions made from imported profiles.
     """
     if model.family not in FAMILIES:
         problem = f"unknown model family {model.family!r}"
@@ -83,7 +83,7 @@ class Preset(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def read_presets() -> dict[str, Preset]:
-    """Every preset by its name."""
+    """Return every preset by its name."""
     text = (files("shardwright.models") / "presets.toml").read_text(encoding="utf-8")
     presets = msgspec.convert(tomllib.loads(text), dict[str, Preset])
     return {name: replace(each, config=each.config | dict.fromkeys(each.nulls)) for name, each in presets.items()}

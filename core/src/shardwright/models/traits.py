@@ -42,7 +42,7 @@ class Only(NamedTuple):
 
 
 class OtherName(NamedTuple):
-    """A further model_type whose models transformers computes as those of a family."""
+    """Another model_type whose models transformers computes in the same way as a family."""
 
     model_type: str
     family: str
@@ -53,7 +53,7 @@ class OtherName(NamedTuple):
 
 
 class StockModel(NamedTuple):
-    """The model of transformers that is trained: its class, and how it names and stores parameters."""
+    """The class of transformers that is trained, and how it names and stores parameters."""
 
     name: str
     """Its class."""
@@ -74,7 +74,7 @@ class StockModel(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """How a config.json is read."""
+    """How a family reads a config.json."""
 
     defaults: Config
     """Defaults of transformers for keys that published files omit."""
@@ -100,7 +100,7 @@ class Keys(NamedTuple):
 
 
 class Divided(NamedTuple):
-    """What the degrees of a strategy must divide."""
+    """The lengths that a strategy's degrees must divide."""
 
     lengths: tuple[str, ...]
     """Keys that tensor parallelism must divide: the heads first, which Ulysses must divide too, the feed-forward
@@ -135,7 +135,7 @@ class Latents(NamedTuple):
 
 
 class AttentionFacts(NamedTuple):
-    """What attention sees, how positions are encoded, and what differs from plain attention."""
+    """Facts of attention: its mask, its positions, and its differences from plain attention."""
 
     mask: Mask
     positions: Literal["learned_absolute", "relative", "rope"]
@@ -188,7 +188,7 @@ class Norm(NamedTuple):
 
 
 class FeedForward(NamedTuple):
-    """The activation function of a block, by transformers' name, and whether a second matrix gates it."""
+    """The activation function of a block, by transformers' name, and whether the feed-forward layer is gated."""
 
     activation: str
     gated: bool
@@ -208,7 +208,7 @@ class Dropouts(NamedTuple):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Return the keys, each once."""
+        """Return the configuration keys of dropout rates, each once."""
         rates = self.attention, self.hidden, self.embedding, self.path
         return tuple(dict.fromkeys(key for key in rates if key is not None))
 
@@ -231,7 +231,7 @@ class Routing(NamedTuple):
 
 
 class ExpertKeys(NamedTuple):
-    """The keys that describe the experts of some types of block, and how a router chooses them."""
+    """The configuration keys for experts: in which blocks, how many, and how the router chooses them."""
 
     number: str
     features: str
@@ -277,7 +277,7 @@ class ExpertKeys(NamedTuple):
         return DENSE if index in self._without(config) or (index + 1) % step else SPARSE
 
     def typed(self, config: Config, layers: Sequence[str]) -> dict[str, Any]:
-        """Return the keys that state the types of these layers, if the configuration's rules imply others."""
+        """Return the keys that state the types of these layers, if the configuration's rules imply other types."""
         types = [base_type(layer) for layer in layers]
         if [self.type_at(config, i) for i in range(len(types))] == types:
             return {}
@@ -297,7 +297,7 @@ class ExpertKeys(NamedTuple):
         return Experts(number=config[self.number], top_k=config[self.top_k], features=features, shared_features=shared)
 
     def wrong(self, config: Config) -> str | None:
-        """Return what is wrong with a configuration's experts; lengths were checked before."""
+        """Return the problem of a configuration's experts, or None; lengths were checked before."""
         if config[self.top_k] > (number := config[self.number]):
             return f"{self.top_k} {config[self.top_k]} is over {self.number} {number}"
         first = 0 if self.first is None else config[self.first] or 0
@@ -313,7 +313,7 @@ class ExpertKeys(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """A list of blocks: their number, the type of each, and what they pass on."""
+    """A stack of blocks: their number, the type of each, and the hidden states that they pass on."""
 
     counted_by: str = "num_hidden_layers"
     """The key of the configuration with the number of blocks."""
@@ -352,7 +352,7 @@ class Stack(NamedTuple):
 
     @property
     def values(self) -> tuple[object, ...]:
-        """Return what that key may list."""
+        """Return the values that `typed_by` may list."""
         return tuple(self.written.get(kind, kind) for kind in self.types)
 
     def listed(self, config: Config) -> Sequence[str] | None:
@@ -372,11 +372,11 @@ class Stack(NamedTuple):
         return self.alike_within_window and list(self.layers(config)) == self._by_rule(config)
 
     def has(self, layer: str) -> bool:
-        """Return whether it has blocks of a type."""
+        """Return whether the stack has blocks of a type."""
         return layer in self.types or (self.alike_within_window and layer == BLOCK)
 
     def numbers(self, config: Config) -> Sequence[Any]:
-        """Return the numbers of blocks that a configuration gives."""
+        """Return the numbers of blocks in a configuration."""
         return (config.get(self.counted_by),)
 
     def counted(self, layers: Sequence[str], config: Config) -> dict[str, Any]:
@@ -399,7 +399,7 @@ Sizes = tuple[Any, ...]
 
 
 class Torchtitan(NamedTuple):
-    """A model of torchtitan 0.2.2, as its `models/*/__init__.py` registers it."""
+    """A model of torchtitan 0.2.2, as registered in its `models/*/__init__.py`."""
 
     name: str
     flavors: Mapping[Sizes, str]
@@ -415,7 +415,7 @@ class Torchtitan(NamedTuple):
 
 
 class Systems(NamedTuple):
-    """The other systems that train the same model."""
+    """Facts for other systems that train the same model."""
 
     megatron: Literal["bridged", "alone"] | None = None
     """Whether Megatron-LM's GPT computes its blocks exactly, and Megatron Bridge reads its files; None: neither."""

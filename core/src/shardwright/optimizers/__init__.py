@@ -1,1 +1,1 @@
-"""The home of optimizers: what each keeps for a parameter and moves in a step."""
+"""Optimizers: the states that each keeps for a parameter, and the bytes that it moves in a step."""

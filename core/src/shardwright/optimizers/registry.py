@@ -1,4 +1,4 @@
-"""The optimizers that a plan may name: their states, and the bytes that these hold and move.
+"""Table of optimizers: their states, and the bytes that states occupy and move.
 
 The stored parameters are the master weights (`Precision.parameters`); an optimizer that keeps other ones has them as a
 state. An update element by element runs on any shard and sends nothing: gradients come reduced. One that needs whole
@@ -26,7 +26,7 @@ class Shard(NamedTuple):
 
     @classmethod
     def of(cls, parameter: Parameter, parts: int, shards: int) -> "Shard":
-        """The largest shard of a parameter: a tensor-parallel part, shared out by ZeRO."""
+        """Return the largest shard of a parameter: a tensor-parallel part, sharded by ZeRO."""
         last = len(parameter.shape) - 1
         numel, columns = parameter.shard_numel(parts, shards), 0
         if last > 0:
@@ -36,7 +36,7 @@ class Shard(NamedTuple):
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the parameter has rows; taken to where it is not known."""
+        """Return whether the parameter is a matrix; True if its shape is not known."""
         return self.shape is None or len(self.shape) > 1
 
     def blocks(self, size: int) -> int:
@@ -47,7 +47,7 @@ class Shard(NamedTuple):
         return -(-self.numel // self.columns) * -(-row // size)
 
     def cuts_blocks(self, size: int) -> bool:
-        """Whether the cut of its columns goes through blocks."""
+        """Return whether a shard boundary splits a quantization block of this size."""
         return self.shape is not None and 0 < self.columns < self.shape[-1] and self.columns % size != 0
 
 
@@ -74,7 +74,7 @@ class State(NamedTuple):
 
 
 class Optimizer(NamedTuple):
-    """What an optimizer keeps and needs."""
+    """An optimizer: its states, and what its update needs."""
 
     name: str
     """Name in plans."""
@@ -101,7 +101,7 @@ class Optimizer(NamedTuple):
         return sum(state.bytes_of(each, stored) for each in held for state in self._states_of(each))
 
     def states_of(self, is_matrix: bool) -> tuple[State, ...]:
-        """The states of a parameter."""
+        """Return the states that a parameter has."""
         return self.states if is_matrix or self.of_vectors is None else self.of_vectors
 
     def _states_of(self, held: Shard) -> tuple[State, ...]:
@@ -120,13 +120,13 @@ class Optimizer(NamedTuple):
         return 2 * kept + ITEMSIZE[precision.reduce] * numel
 
     def step_bytes(self, held: Iterable[Shard], precision: Precision) -> int:
-        """The bytes of a step with clipping, which reads gradients twice, for norm and scale, and writes them once."""
+        """Return the bytes of a step with clipping, which reads gradients twice (norm, scale) and writes them once."""
         held = tuple(held)
         clipped = 3 * ITEMSIZE[precision.reduce] * sum(each.numel for each in held)
         return self.moved_bytes(held, precision) + clipped
 
     def share_of_adamw(self, held: Iterable[Shard], precision: Precision) -> float:
-        """The time of a step in steps of AdamW, by which profiles are measured: both are bound by memory."""
+        """Return the step's time relative to AdamW's, which profiles measure; both are bound by memory bandwidth."""
         held = tuple(held)
         if self == ADAMW or not held:
             return 1.0

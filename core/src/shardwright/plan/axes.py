@@ -1,4 +1,4 @@
-"""The axes along which a strategy cuts a layer over its pipeline stage's ranks: only here are degrees computed with.
+"""The axes along which a strategy splits a layer over its stage's ranks; no other file computes with degrees.
 
 The ranks of a stage, counted from 0, form a grid of dp_size x cp_size x tp_size. Each axis cuts one thing into equal
 parts, with dp, cp and tp for these sizes:
@@ -10,9 +10,9 @@ parts, with dp, cp and tp for these sizes:
 | sequence | the positions of a sample, between regions        | cp      | cp x tp  | cp x tp      |
 | heads    | attention heads, exchanged for positions          | 1       | 1        | tp           |
 | tensor   | parameters at `tp_dim`, products, the vocabulary  | tp      | tp       | 1            |
-| states   | what ZeRO shares out of a tensor part; DDP copies | dp x cp | dp x cp  | dp x cp x tp |
+| states   | what ZeRO shards of a tensor part; DDP copies     | dp x cp | dp x cp  | dp x cp x tp |
 
-Where a layer's experts have a strategy of their own, the same ranks form a second grid for them alone, of dp_size x
+If a layer's experts have a strategy of their own, the same ranks form a second grid for them alone, of dp_size x
 ep_size x tp_size (`ExpertGrid`): `experts`, ep_size parts tp_size apart, cuts their parameters at `ep_dim`; `tensor`
 and `states` as in the first column, but states are ep_size x tp_size apart.
 
@@ -38,13 +38,13 @@ _KNOWN_FIELDS = {
 
 
 class Axis(NamedTuple):
-    """Ranks of a pipeline stage over which something is split: `size` of them, `stride` apart."""
+    """An axis of a pipeline stage's ranks over which something is split: `size` ranks, `stride` apart."""
 
     size: int
     stride: int = 1
 
     def part_of(self, rank: int) -> int:
-        """Return which part a rank has."""
+        """Return the index of a rank's part."""
         return rank // self.stride % self.size
 
     def groups(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -68,7 +68,7 @@ class ActivationShard(NamedTuple):
         return (self.batch_end - self.batch_start) * (self.sequence_end - self.sequence_start)
 
     def intersect(self, other: "ActivationShard") -> "ActivationShard | None":
-        """Return the intersection, or None if it is empty."""
+        """Return the intersection of two shards, or None if it is empty."""
         common = ActivationShard(
             max(self.batch_start, other.batch_start),
             min(self.batch_end, other.batch_end),
@@ -80,7 +80,7 @@ class ActivationShard(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """A layout of a microbatch over the ranks of a pipeline stage, before and after a layer.
+    """How a micro-batch's activations are split over the ranks of a pipeline stage, between layers.
 
     Ranks are counted inside the stage. Use `layout_of`: it gives equal layouts one spelling.
     """
@@ -122,7 +122,7 @@ class Layout(NamedTuple):
         return tuple(range(first, first + sharers.size * sharers.stride, sharers.stride))
 
     def replica_groups(self, part: int) -> tuple[tuple[int, ...], ...]:
-        """Return the groups of ranks that hold one part of the samples, split into those with equal positions."""
+        """Return the groups of ranks that have one part of the samples, split into groups with equal positions."""
         holders, replicas = self.holders(part), self.replicas
         return tuple(holders[first : first + replicas] for first in range(0, len(holders), replicas))
 
@@ -197,7 +197,7 @@ class Axes(NamedTuple):
 
     @property
     def region(self) -> Axis:
-        """Return the axis of the ranks that share a region's matrices, or exchange positions for heads around it."""
+        """Return the axis over which a region's matrices are sharded, or positions exchanged for heads (Ulysses)."""
         return self.heads if self.exchanges_heads else self.dense.tensor
 
     @property
@@ -256,7 +256,7 @@ def _parameter_axes(strategy: Strategy, tensor: Axis, states: Axis) -> Parameter
 
 
 def strategy_on(stage_size: int, tp_size: int, cp_size: int = 1) -> Strategy | None:
-    """Return the plain strategy of two degrees on all ranks of a stage, or None if the degrees do not divide them."""
+    """Return the plain strategy of these degrees on all ranks of a stage; None if they do not divide them."""
     dp_size, left = divmod(stage_size, tp_size * cp_size)
     return None if left else Strategy(tp_size=tp_size, cp_size=cp_size, dp_size=dp_size)
 
@@ -264,7 +264,7 @@ def strategy_on(stage_size: int, tp_size: int, cp_size: int = 1) -> Strategy | N
 def expert_strategies_on(
     stage_size: int, ep_sizes: Iterable[int], etp_sizes: Iterable[int]
 ) -> Iterator[ExpertStrategy]:
-    """Yield the plain expert strategies of these degrees for a stage, if the degrees divide its ranks."""
+    """Yield the plain expert strategies of these degrees that divide the ranks of a stage."""
     for ep_size, etp_size in product(sorted({*ep_sizes}), sorted({*etp_sizes})):
         if stage_size % (ep_size * etp_size) == 0:
             yield ExpertStrategy(ep_size=ep_size, etp_size=etp_size)
@@ -276,7 +276,7 @@ def layout_of(strategy: Strategy) -> Layout:
 
 
 def effective(strategy: Strategy) -> Strategy:
-    """Return the one spelling of what a strategy does to a layer, without the layer's type and recomputation.
+    """Return the canonical form of a strategy's effect on a layer, without the layer's type and recomputation.
 
     One rank alone has no sequence to share and no neighbours, and parameters that one rank holds are not sharded.
     """

@@ -10,7 +10,7 @@ Enough for a message to be as fast a byte as any; and no more, for what is broug
 
 
 def gradient_buckets(sizes: Sequence[int]) -> Iterator[range]:
-    """Yield the numbers of gradients in each bucket, in order, given their bytes.
+    """Yield the range of gradients in each bucket, in order, given their bytes.
 
     A gradient as large as a bucket is separate.
     """

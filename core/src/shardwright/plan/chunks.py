@@ -1,4 +1,4 @@
-"""Model chunks: which layers each has, and what goes over the cuts between them."""
+"""Model chunks: the layers of each, and the tensors sent between them."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -25,13 +25,13 @@ def chunk_layers(plan: Plan, stage: int, chunk: int) -> Iterator[tuple[str, str,
 
 
 def stage_actions(plan: Plan, stage: int) -> tuple[Action, ...]:
-    """Return what a pipeline stage does in one step, in order."""
+    """Return a pipeline stage's actions in one step, in order."""
     stages, schedule = plan.stages, schedule_of(plan.schedule)
     return schedule.actions(len(stages), plan.num_microbatches, stage, len(stages[stage].layers))
 
 
 def needs_gradient(plan: Plan, stage: int, chunk: int) -> bool:
-    """Return whether a backward pass hands a gradient out of a model chunk: something before it is trained."""
+    """Return whether a backward pass sends a gradient to the chunk before: something before is trained."""
     if stage == chunk == 0:
         return False
     first, _ = plan.stages[stage].layers[chunk]
@@ -45,13 +45,13 @@ def has_backward(plan: Plan, stage: int, chunk: int) -> bool:
 
 
 def computed_actions(plan: Plan, stage: int) -> tuple[Action, ...]:
-    """Return a pipeline stage's actions without the backward passes of chunks through which no gradient goes."""
+    """Return a pipeline stage's actions, without backward passes of chunks that need no gradients."""
     backward = [has_backward(plan, stage, chunk) for chunk in range(len(plan.stages[stage].layers))]
     return tuple(a for a in stage_actions(plan, stage) if backward[a.chunk] or not a.kind.makes_gradients)
 
 
 class Cut(NamedTuple):
-    """A cut that a microbatch crosses from one model chunk to the next, on another pipeline stage.
+    """The boundary that a micro-batch crosses from one model chunk to the next, on another pipeline stage.
 
     Chunks are (stage, number of the stage's layer range). Forward, what goes point to point is
     `redistribution_plan(before, after)`, backward the reverse.
@@ -69,7 +69,7 @@ class Cut(NamedTuple):
 
     @property
     def around(self) -> bool:
-        """Return whether it leads from the last pipeline stage back to the first."""
+        """Return whether the cut leads from the last pipeline stage back to the first (interleaved schedules)."""
         return self.source[0] > self.target[0]
 
     def ways(self, gradient: bool = True) -> tuple[tuple[Pass, tuple[int, int], tuple[int, int]], ...]:
@@ -79,14 +79,14 @@ class Cut(NamedTuple):
         return tuple((kind, *ends[kind.way]) for kind in kinds)
 
     def transfers(self, kind: Pass, samples: int, sequence_length: int) -> tuple[Transfer, ...]:
-        """Return the transfers over the cut in a pass: ranks are counted in the stage they are of."""
+        """Return the transfers over the cut in a pass; ranks are counted within their stages."""
         return redistribution_plan(*(self.before, self.after)[:: kind.way], samples, sequence_length)
 
 
 def cuts(plan: Plan) -> tuple[Cut, ...]:
-    """Return all cuts, in the order in which a microbatch goes over them.
+    """Return all cuts, in the order in which a micro-batch crosses them.
 
-    A chunk without layers hands on what it receives, in the same layout.
+    A chunk without layers passes on what it receives, in the same layout.
     """
     chunks = range(len(plan.stages[0].layers))
     way = [(stage, chunk) for chunk in chunks for stage in range(len(plan.stages))]
@@ -109,7 +109,7 @@ def incoming_layout(plan: Plan, stage: int, chunk: int) -> Layout | None:
 def gathers_spared(plan: Plan, stage: int, chunk: int) -> Counter[tuple[str, Pass | bool | None]]:
     """Return how often ZeRO-3 need not gather a layer for a pass of a step, by the layer's name and the pass.
 
-    Where a pass begins with the layer that the rank's pass before has ended with, that layer stays gathered.
+    If a pass begins with the layer that the rank's pass before has ended with, that layer stays gathered.
     """
     layers = list(chunk_layers(plan, stage, chunk))
     actions = computed_actions(plan, stage)

@@ -80,8 +80,8 @@ def parameter_messages(
     ZeRO cuts a dim of every parameter's tensor-parallel share into equal parts, the last ones padded; ZeRO-2
     gathers once a step, ZeRO-3 for every forward and every backward pass (recomputation happens inside the latter; what
     a layer at a chunk's end is spared, `gathers_spared` says).
-    Where groups of ranks hold replicas of each other's parts (HSDP), each part's gradients are then summed over these.
-    Frozen parameters are gathered and have no gradients; where no backward pass goes through the layer, none gathers.
+    If groups of ranks hold replicas of each other's parts (HSDP), each part's gradients are then summed over these.
+    Frozen parameters are gathered and have no gradients; if no backward pass goes through the layer, none gathers.
     """
     for group in parameter_groups(kind, strategy):
         yield from _group_messages(group, compute_itemsize, reduce_itemsize, microbatches, reduce_every_microbatch)
@@ -121,7 +121,7 @@ def _group_messages(
 
 
 def partial_gradient_bytes(kind: LayerType, strategy: Strategy, rank: int, parameter_itemsize: int) -> int:
-    """Return the bytes of replicated parameters' gradients that a rank's tensor-parallel group adds up once a step.
+    """Return the bytes of replicated parameters' gradients that a rank's tensor-parallel group sums once a step.
 
     Those used inside a region are parts of a sum on every rank, the others where Megatron splits the sequence. The type
     is that of one parameter group, its experts not cut yet (`ParameterGroup.uncut`).
@@ -224,7 +224,7 @@ def _ulysses_messages(
 def loss_messages(
     kind: LayerType, strategy: Strategy, samples: int, itemsize: int, microbatches: int
 ) -> Iterator[Message]:
-    """Yield the messages of the cross entropy over a shared vocabulary: a maximum and two sums for each position.
+    """Yield the messages of the cross entropy over a sharded vocabulary: a maximum and two sums for each position.
 
     They are computed in float32 at least.
     """
@@ -246,9 +246,9 @@ def redistribution_messages(
     microbatches: int,
     backward: bool = True,
 ) -> Iterator[Message]:
-    """Yield what one rank sends in a step when tensors change their layout: an uneven all_to_all each, and one back.
+    """Yield a rank's messages in a step when tensors change layout: an uneven all_to_all each, and one back.
 
-    Where they have no gradient (`backward` is False) there is none back. A rank that keeps all it has takes part in
+    If they have no gradient (`backward` is False) there is none back. A rank that keeps all it has takes part in
     none. Recomputation does not repeat it: the layer's input is kept as it arrived.
     """
     if source == target:

@@ -1,4 +1,4 @@
-"""Messages of context parallelism: keys and values of other ranks, and the gradients that go back to them.
+"""Messages of context parallelism: keys and values of other ranks, and their gradients.
 
 Sources: gather, Grattafiori et al. 2024; ring, Liu et al. 2023, whose gradients go round behind keys and values.
 """

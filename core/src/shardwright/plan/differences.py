@@ -34,5 +34,5 @@ def median_of(repeats: Sequence[float]) -> Duration:
 
 
 def paired_difference(few: Sequence[float], many: Sequence[float]) -> Duration:
-    """Return what the second takes beyond the first in the same round; what slows a whole round falls out of it."""
+    """Return the second minus the first, paired by round, so that whatever slows a whole round cancels."""
     return median_of([more - less for less, more in zip(few, many, strict=True)])

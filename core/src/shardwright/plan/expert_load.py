@@ -18,7 +18,7 @@ def expert_slices(model: Model) -> Mapping[int, slice]:
 
 
 def load_misfit(load: ExpertLoad, model: Model) -> str | None:
-    """Return why a load cannot be that of a model's experts, or None if it can.
+    """Return why a load does not match a model's experts, or None if it does.
 
     Each layer that the load names has as many experts, and of each type of layer with experts at least one is named.
     """

@@ -1,4 +1,4 @@
-"""Messages of experts: positions that go to the ranks of their experts and back, and counts of what was chosen.
+"""Messages of expert parallelism: positions sent to their experts' ranks and back, and routing counts.
 
 The formulas assume an even load, in which each rank sends as much to one rank as to another; routers may differ.
 """
@@ -35,7 +35,7 @@ def expert_messages(
 ) -> Iterator[Message]:
     """Yield the messages of one layer's experts in one step of microbatches of `samples`.
 
-    Where ranks have parts of a sequence, the balance loss takes the counts of the whole. Recomputation of the
+    If ranks have parts of a sequence, the balance loss takes the counts of the whole. Recomputation of the
     feed-forward part, and selective recomputation, repeat what the forward pass did.
     """
     if kind.experts is UNSET:
@@ -71,7 +71,7 @@ def _stream(kind: LayerType, tensors: Mapping[str, BoundaryTensor]) -> BoundaryT
 
 
 class _Sizes(NamedTuple):
-    """Bytes of what goes to experts for the positions of one rank."""
+    """Bytes of the messages of one rank's positions to experts."""
 
     counts: int
     rows: int
@@ -84,7 +84,7 @@ def _row_bytes(experts: Experts, positions: int, features: int, itemsize: int) -
 
 
 def _grid_messages(axes: ParameterAxes, sizes: _Sizes, replays: bool) -> Iterator[Message]:
-    """Yield the messages of a microbatch: rows go to the ranks of their experts, whose features others share.
+    """Yield the messages of a micro-batch: rows go to their experts' ranks, which may be tensor-parallel groups.
 
     These gather the rows that all of them get, and sum results as they scatter them.
     """
@@ -99,7 +99,7 @@ def _grid_messages(axes: ParameterAxes, sizes: _Sizes, replays: bool) -> Iterato
 
 
 def _passes(collective: Collective, ranks: int, size: int, forward: int, backward: int) -> Iterator[Message]:
-    """Yield messages of one size, a number of them in each pass."""
+    """Yield messages of one size, with the number of them in each pass."""
     for during, times in ((Pass.FORWARD, forward), (Pass.BACKWARD, backward)):
         if times:
             yield Message(Cause.EXPERTS, collective, ranks, size, during, times)

@@ -6,11 +6,11 @@ _OF_RANKS = " of ranks "
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return the end of a group's description; `described_ranks` reads it."""
+    """Return the part of a group's description that lists its ranks; `described_ranks` parses it."""
     return f"{_OF_RANKS}{' '.join(map(str, ranks))}"
 
 
 def described_ranks(description: str) -> tuple[int, ...]:
-    """Return the ranks of a group from its description; none if the description has another form."""
+    """Return the ranks of a group from its description; empty if the description has another form."""
     _, separator, ranks = description.rpartition(_OF_RANKS)
     return tuple(map(int, ranks.split())) if separator else ()

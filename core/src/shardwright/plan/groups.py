@@ -11,7 +11,7 @@ from shardwright.types.hardware_profile import CollectiveKey, GroupKind, Hardwar
 
 
 def groups_by_kind(groups: ArrayLike, node_of_rank: Sequence[int] | NDArray[Any]) -> dict[GroupKind, NDArray[Any]]:
-    """Return groups of ranks [groups, size] by how they lie on the nodes."""
+    """Return groups of ranks [groups, size] by kind, which states how a group's ranks are placed on nodes."""
     members, nodes = np.asarray(groups), np.asarray(node_of_rank)
     group, _, ranks = ranks_on_nodes(members, nodes)
     most = np.zeros(len(members), int)
@@ -40,9 +40,9 @@ def ranks_on_nodes(groups: NDArray[Any], nodes: NDArray[Any]) -> tuple[NDArray[A
 
 @lru_cache(maxsize=4096)
 def nearest_measured(profile: HardwareProfile, key: CollectiveKey) -> CollectiveKey | None:
-    """Return the measured key that stands for a kind of message: the same, else the fastest one that is no faster.
+    """Return the measured key for a kind of message: the same, else the fastest measured kind that is no faster.
 
-    Those are among as many ranks or more; where the group lies on several nodes, with as few ranks on each or fewer,
+    Those are among as many ranks or more; if the group lies on several nodes, with as few ranks on each or fewer,
     so that as many groups or more share a node's network. None if there are none.
     """
     if key in profile.curves:
@@ -66,7 +66,7 @@ def nearest_measured(profile: HardwareProfile, key: CollectiveKey) -> Collective
 def seconds_on(profile: HardwareProfile, key: CollectiveKey, num_bytes: float) -> float:
     """Return the time of a measured kind of message: linear between sizes, constant below, the last slope above.
 
-    Where noise makes the last segment fall, the largest size's own bandwidth stands in.
+    If noise makes the last segment fall, the largest size's own bandwidth stands in.
     """
     sizes, times_s = profile.curves[key]
     if num_bytes <= sizes[-1]:

@@ -11,7 +11,7 @@ from shardwright.types import LayerStrategy, Parameter, Strategy
 
 
 class Transfer(NamedTuple):
-    """A piece that moves from one rank to another (or stays) when the layout changes, ranks counted in a stage."""
+    """A block of a tensor that moves between ranks (or stays) when the layout changes; ranks within a stage."""
 
     source: int
     target: int
@@ -23,7 +23,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 def parameter_box(parameter: Parameter, strategy: Strategy, rank: int) -> Box:
-    """Return the part of a parameter that a rank of its stage stores; the last share of a dim may be cut short.
+    """Return the block of a parameter that a rank of its stage stores; the last shard of a dim may be smaller.
 
     Expert and tensor parallelism cut `ep_dim` and `tp_dim` first; ZeRO then cuts a dim of what is left, `states_dim`,
     mostly the first, among neighbouring data-parallel ranks, `shard_size` of them or all.
@@ -59,10 +59,10 @@ def _share(whole: tuple[int, int], parts: int, index: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=1024)
 def redistribution_plan(source: Layout, target: Layout, samples: int, sequence_length: int) -> tuple[Transfer, ...]:
-    """Return the pieces that change rank, or stay, when a microbatch goes from one layout to another.
+    """Return the blocks that move between ranks, or stay, when a micro-batch changes from one layout to another.
 
-    Each element of the target is served exactly once, and no rank gets two pieces from another. Where the source is
-    replicated, a rank serves itself if it can, else the replicas are shared out among those who ask. Layouts of unequal
+    Each element of the target is served exactly once, and no rank gets two pieces from another. If the source is
+    replicated, a rank serves itself if it can, else the replicas are divided among those who ask. Layouts of unequal
     width are of two pipeline stages, whose ranks have nothing in common: all pieces move, and replicas take turns.
     """
     transfers = []

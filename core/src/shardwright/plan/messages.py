@@ -1,4 +1,4 @@
-"""Messages of a step: why bytes are moved, by which collective, and how many."""
+"""Messages of a step: their cause, collective, size and number."""
 
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
@@ -10,7 +10,7 @@ from shardwright.types.model import LayerType
 
 
 class Cause(StrEnum):
-    """Why bytes move."""
+    """The causes of messages."""
 
     PARAMETERS = "parameters"
     """ZeRO gathers parameters."""
@@ -51,5 +51,5 @@ class Message(NamedTuple):
 
 
 def sent_through(kind: LayerType, messages: Iterable[Message]) -> Iterator[Message]:
-    """Yield the messages of passes through a layer: without a backward pass, only those of activations."""
+    """Yield the messages of passes through a layer; without a backward pass, only those that carry activations."""
     return (m for m in messages if kind.has_backward or m.during is None or not m.during.makes_gradients)

@@ -1,4 +1,4 @@
-"""Groups of a layer's parameters that ranks share in one way: all of them, or experts apart from the rest."""
+"""Groups of a layer's parameters that are sharded in the same way: experts, and all others."""
 
 from collections.abc import Set
 from typing import NamedTuple
@@ -28,7 +28,7 @@ class ParameterGroup(NamedTuple):
 
 
 def parameter_groups(kind: LayerType, strategy: Strategy) -> tuple[ParameterGroup, ...]:
-    """Return the groups of a layer's parameters, the layer's own group first."""
+    """Return the groups of a layer's parameters, experts last."""
     if not isinstance(strategy, LayerStrategy) or strategy.experts is UNSET:
         return (ParameterGroup(kind, strategy),)
     return _with_experts(kind, strategy)

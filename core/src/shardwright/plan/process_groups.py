@@ -1,4 +1,4 @@
-"""The process groups that a plan takes, in the order in which all ranks make them, and the memory of their buffers."""
+"""The process groups that a plan needs, in the order in which all ranks create them, and their buffer memory."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -50,7 +50,7 @@ class Purpose(StrEnum):
 
 
 class PlannedGroup(NamedTuple):
-    """A process group that a plan takes."""
+    """A process group that a plan needs."""
 
     purpose: Purpose
     ranks: tuple[int, ...]
@@ -62,7 +62,7 @@ class PlannedGroup(NamedTuple):
 
     @property
     def description(self) -> str:
-        """Return the group's description; `described_ranks` reads its ranks from it."""
+        """Return the group's description, from which `described_ranks` reads the ranks."""
         way = "" if self.during is None else f", {self.during}" + ", around" * self.around
         return f"{self.purpose}{way}{ranks_text(self.ranks)}"
 
@@ -91,7 +91,7 @@ def communicators(plan: Plan) -> tuple[Mapping[Purpose, int], ...]:
 
 
 def communicator_bytes(counted: Mapping[Purpose, int], of_each: int = COMMUNICATOR_BYTES) -> int:
-    """Return what a rank's communicators hold on its device, where each that is not an edge holds `of_each`."""
+    """Return the device memory of a rank's communicators: `of_each` for each, less for those between stages."""
     edges = counted.get(Purpose.EDGE, 0)
     return of_each * (sum(counted.values()) - edges) + edges * of_each // _EDGE_SHARE
 
@@ -144,7 +144,7 @@ def _of_chunk(plan: Plan, stage: int, chunk: int) -> Iterator[PlannedGroup]:
 
 
 def _edges(plan: Plan) -> Iterator[PlannedGroup]:
-    """Yield what messages between pipeline stages go over."""
+    """Yield the process groups for messages between pipeline stages."""
     for cut in cuts(plan):
         for kind, (source, _), (target, _) in cut.ways():
             senders, receivers = plan.stages[source].ranks, plan.stages[target].ranks

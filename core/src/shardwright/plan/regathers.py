@@ -9,10 +9,10 @@ _FIRST = f"{LOW_RANK}A."
 
 
 def regathers(kind: LayerType) -> tuple[bool, ...]:
-    """Return, for each region of a layer type, whether a matrix that its input is multiplied by is trained.
+    """Return, for each region of a layer type, whether a matrix that multiplies its input is trained.
 
-    A region ends with a matrix that is cut by its inputs, and the parameters are in the order of the modules. Where
-    there are not as many such matrices as regions, all regions are taken to be as the layer is. Where all is trained,
+    A region ends with a matrix that is cut by its inputs, and the parameters are in the order of the modules. If
+    there are not as many such matrices as regions, all regions are taken to be as the layer is. If all is trained,
     all gather again, however the family lays its matrices out.
     """
     if all(p.trained or p.is_buffer for p in kind.parameters):
@@ -25,9 +25,9 @@ def regathers(kind: LayerType) -> tuple[bool, ...]:
 
 
 def low_rank_pairs(kind: LayerType) -> tuple[tuple[tuple[int, bool], ...], ...]:
-    """Return, for each region of a layer type, the low-rank pairs inside: the rank, and whether W is cut by its inputs.
+    """Return the low-rank pairs inside each region of a layer type: the rank, and whether W is cut by its inputs.
 
-    Those of experts are left out. Where regions cannot be told apart, the first one has all.
+    Pairs of experts are left out. If regions cannot be told apart, the first one has all.
     """
     firsts = [(i, p) for i, p in enumerate(kind.parameters) if _FIRST in p.name and p.ep_dim is UNSET]
     ends = [i for i, p in enumerate(kind.parameters) if _is_cut_by_inputs(p)]

@@ -27,7 +27,7 @@ _SEPARATE = ("model", "cluster")
 
 
 def check_fields(plan: Plan, file: object, command: str, others: Collection[str] = ()) -> None:
-    """Raise BadInput naming the first field of a plan that is not at its default and that a command does not support.
+    """Raise BadInput for the first field of a plan that is set and that a command does not support.
 
     `others` are fields that only some commands support, this one among them: `layers.offload`.
     """
@@ -37,9 +37,9 @@ def check_fields(plan: Plan, file: object, command: str, others: Collection[str]
 
 
 def _set_fields(value: Struct, where: str = "", name: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the place of each field that is not at its default, such as `layers[3].recompute`, and `layers.recompute`.
+    """Yield each field that is not at its default: its place, such as `layers[3].recompute`, and `layers.recompute`.
 
-    Structs that stand in a plan many times, as equal layers do, are looked at once.
+    Structs that occur in a plan many times, as equal layers do, are looked at once.
     """
     for field in fields(value):
         content = getattr(value, field.name)

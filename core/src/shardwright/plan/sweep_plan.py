@@ -29,7 +29,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 class CollectiveKind(NamedTuple):
-    """A collective, how its ranks lie, and the disjoint groups of ranks that exchange it, all at the same time.
+    """A collective and the disjoint groups of one kind that run it at the same time.
 
     The groups of p2p are pairs (sender, receiver). Training uses all groups of a mesh axis at once, so that they share
     the links of a node: a group timed alone would be too fast.
@@ -43,7 +43,7 @@ class CollectiveKind(NamedTuple):
 
 
 class PairRound(NamedTuple):
-    """Disjoint pairs (sender, receiver) one distance apart that exchange a message of one size at the same time."""
+    """Disjoint pairs (sender, receiver), one distance apart, that send a message of one size at the same time."""
 
     pairs: Groups
     message_bytes: int
@@ -54,7 +54,7 @@ class PairRound(NamedTuple):
 
 
 class SizeRange(NamedTuple):
-    """The smallest and the largest message that is asked for, in bytes, and the sizes that follow."""
+    """The smallest and the largest requested message, in bytes, and the sizes between them."""
 
     min_bytes: int
     max_bytes: int
@@ -73,7 +73,7 @@ class SizeRange(NamedTuple):
         return sizes[: 1 + sum(size < _ALWAYS_BYTES for size in sizes)]
 
     def overlapped(self, group_size: int) -> tuple[int, ...]:
-        """Return the sizes that are timed overlapped with a computation: every second one.
+        """Return the sizes that are timed while overlapped with a computation: every second one.
 
         The largest of `always` is among them; those under 4 KiB are not, unless there are no others.
         """
@@ -102,16 +102,16 @@ class SweepPlan(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Return the number of steps that are counted while it runs."""
+        """Return the number of steps, for the display of progress."""
         return 1 + sum(map(len, self))
 
 
 def collective_kinds(cluster: Cluster) -> tuple[CollectiveKind, ...]:
-    """Return collectives by the kinds of group that layouts on the cluster have, and p2p of near and far ranks.
+    """Return the collectives for each kind of group that layouts on the cluster have, and p2p of near and far ranks.
 
     The groups of a layout are cut out of blocks of neighbouring ranks, a stride apart, where sizes and strides divide
     the devices of the cluster, or of a node. Of layouts with groups of the same kind that with the largest stride
-    stands for all; where its groups are of several kinds, those of each are timed at once.
+    stands for all; if its groups are of several kinds, those of each are timed at once.
     """
     groups_by_key: dict[CollectiveKey, Groups] = {}
     for keys, groups in messages_alike(cluster):
@@ -120,7 +120,7 @@ def collective_kinds(cluster: Cluster) -> tuple[CollectiveKind, ...]:
 
 
 def messages_alike(cluster: Cluster) -> Iterator[tuple[list[CollectiveKey], NDArray[Any]]]:
-    """Yield the groups of `collective_kinds` as arrays [groups, size], each with the collectives that they exchange."""
+    """Yield the groups of `collective_kinds` as arrays [groups, size], each with the collectives that they run."""
     nodes = np.array(cluster.domain_of_rank)
     others = tuple(collective for collective in Collective if collective is not Collective.P2P)
     pairings = (_Grouping(pairs, pairs.view) for pairs in map(np.asarray, _pairings(cluster)))
@@ -136,7 +136,7 @@ def messages_alike(cluster: Cluster) -> Iterator[tuple[list[CollectiveKey], NDAr
 
 
 def overlap_kinds(kinds: Sequence[CollectiveKind]) -> tuple[CollectiveKind, ...]:
-    """Return the kinds that are timed overlapped with a computation: sends, too, as rings of attention have them."""
+    """Return the kinds that are timed while overlapped with a computation, including sends as in ring attention."""
     groups = dict(kinds)
     return tuple(CollectiveKind(key, groups[key]) for key in overlap_keys(groups, (*_OVERLAPPED, Collective.P2P)))
 
@@ -144,7 +144,7 @@ def overlap_kinds(kinds: Sequence[CollectiveKind]) -> tuple[CollectiveKind, ...]
 def overlap_keys(
     keys: Iterable[CollectiveKey], collectives: Sequence[Collective] = _OVERLAPPED
 ) -> tuple[CollectiveKey, ...]:
-    """Return the keys that are timed overlapped with a computation: each group size inside a node and across nodes.
+    """Return the keys that are timed while overlapped with a computation: each group size inside and across nodes.
 
     Of groups of one size across nodes those with the fewest ranks on a node are taken, as data parallelism has them.
     """
@@ -176,7 +176,7 @@ def pair_rounds(cluster: Cluster, message_bytes: Sequence[int]) -> tuple[PairRou
 
 
 class _Grouping(NamedTuple):
-    """A way to cut ranks into groups of one size [groups, size]."""
+    """A way to split ranks into groups of one size [groups, size]."""
 
     sample: NDArray[Any]
     """Groups of the layout, at least one of each kind."""
@@ -202,7 +202,7 @@ def _partitions(cluster: Cluster) -> Iterator[_Grouping]:
 
 
 def _sample(world: int, size: int, stride: int, same: int) -> NDArray[Any]:
-    """Return the groups a stride apart in the first blocks and at the first offsets in each.
+    """Return groups of ranks a stride apart: a sample from the first blocks and offsets that covers all kinds.
 
     Ranks `same` further lie on nodes as these, and so do groups as many ranks or blocks further.
     """
@@ -225,7 +225,7 @@ def _apart(ranks: NDArray[Any], size: int, stride: int) -> NDArray[Any]:
 
 
 def _pairings(cluster: Cluster) -> Iterator[Groups]:
-    """Yield senders and receivers: neighbours in a node and over its end, then ranks half a node or cluster apart."""
+    """Yield pairs of senders and receivers: neighbours, in a node and across its end; then ranks half a node apart."""
     nodes = _nodes(cluster)
     neighbours = tuple(pair for node in nodes for pair in zip(node[::2], node[1::2], strict=False))
     borders = tuple((left[-1], right[0]) for left, right in zip(nodes[::2], nodes[1::2], strict=False))

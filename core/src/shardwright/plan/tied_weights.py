@@ -12,7 +12,7 @@ from shardwright.types import EMBEDDING, HEAD, Parameter, Plan, Strategy, base_t
 
 @dataclass(frozen=True)
 class Replica:
-    """A layer's replica of a parameter."""
+    """A layer's replica of a tied parameter."""
 
     layer: str
     parameter: Parameter
@@ -28,7 +28,7 @@ class Replica:
 
 
 class Piece(NamedTuple):
-    """A part of a parameter on its way from one replica to another."""
+    """A block of a tied parameter that is sent from one replica to another."""
 
     source: int
     target: int
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Return the number of elements."""
+        """Return the number of elements of the block."""
         return prod(high - low for low, high in self.box)
 
 

@@ -4,7 +4,7 @@ from shardwright.types import Plan
 
 
 def position_order(plan: Plan, causal: bool) -> tuple[int, ...] | None:
-    """Return the positions of a sample in the order in which a plan's ranks hold them; None if the order is unchanged.
+    """Return the positions of a sample in the order in which a plan's ranks have them; None if it is unchanged.
 
     They keep their order where no rank attends to positions of others, and where attention is not causal.
     """

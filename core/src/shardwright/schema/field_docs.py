@@ -1,4 +1,4 @@
-"""The meaning of a field: the string literal that follows it in its class."""
+"""The documentation of a field: the string literal after it in its class."""
 
 import ast
 import inspect
@@ -15,7 +15,7 @@ def class_doc(kind: type) -> str:
 
 
 def field_docs(kind: type) -> dict[str, str]:
-    """Return the meanings of a class's fields (or an enumeration's members) by name, with those of its bases.
+    """Return the documentation of a class's fields (or an enumeration's members) by name, including its bases.
 
     A field without a literal after it is absent. The class must be importable with its source.
     """

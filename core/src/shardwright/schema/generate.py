@@ -26,7 +26,7 @@ DOCUMENTS: tuple[type[Document], ...] = (
 
 
 def json_schema(kind: type[Document]) -> dict[str, Any]:
-    """Return the JSON Schema (2020-12) of a file of this kind, its `format` and `version` included.
+    """Return the JSON Schema (2020-12) of a kind of file, including `format` and `version`.
 
     Cross-field checks are not in it: a file that fits may still be refused when it is read.
     """
@@ -78,7 +78,7 @@ def generated() -> dict[str, str]:
 
 
 def write_or_check(command: str, texts: Mapping[str, str], arguments: Sequence[str] | None = None) -> int:
-    """Write generated files, or with --check name those that are not up to date; returns the exit code."""
+    """Write generated files, or with --check report outdated ones; return the exit code."""
     parser = argparse.ArgumentParser(prog=command, description=f"Writes {', '.join(texts)}.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is not up to date")
     parser.add_argument("--root", type=Path, default=Path(), help="the repository's root (default: this folder)")
@@ -97,7 +97,7 @@ def write_or_check(command: str, texts: Mapping[str, str], arguments: Sequence[s
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write or check the files of the contract."""
+    """Write or check the JSON Schemas of all files."""
     return write_or_check("python -m shardwright.schema.generate", generated(), arguments)
 
 

@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class Attention(StrEnum):
-    """The attention kernel."""
+    """Attention kernels."""
 
     AUTO = "auto"
     """The fastest that the device and the installation have."""

@@ -28,7 +28,7 @@ Prices = tuple[tuple[MemoryPrice, ...], ...]
 
 
 class Band(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The plans whose slowest stage takes a microbatch in a range of times, and the dual values that bound them."""
+    """A range of times of the slowest stage, and the dual values that bound all plans in it."""
 
     slowest_below_ps: Picoseconds | None
     """Upper end of the range, whose lower end is that of the band before, or 0 for the first. Null: unlimited."""

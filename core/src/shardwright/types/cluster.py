@@ -1,4 +1,4 @@
-"""The machines a plan is made for."""
+"""Clusters: the machines that a plan is made for."""
 
 import re
 from functools import cached_property
@@ -35,7 +35,7 @@ class NodeType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def domain_nodes(self) -> int:
-        """Return the most nodes of one NVLink domain."""
+        """Return the largest number of nodes in one NVLink domain."""
         return max(1, (0 if self.domain_devices is UNSET else self.domain_devices) // self.devices_per_node)
 
     @property
@@ -45,7 +45,7 @@ class NodeType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def slowdown(self) -> int:
-        """Return the factor by which its ranks are slowed; 1 except for a slowed CPU."""
+        """Return the factor by which the node type's ranks are slowed; 1 except for a slowed CPU."""
         match = _CPU.fullmatch(self.device)
         return int(match[1]) if match and match[1] else 1
 
@@ -60,7 +60,7 @@ class NodeGroup(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Cluster(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
-    """Ordered nodes: ranks are numbered through them, so a rank's node type follows from its number."""
+    """A cluster of ordered nodes; ranks are numbered through them, so a rank's number determines its node type."""
 
     FORMAT = "shardwright.cluster"
 
@@ -85,12 +85,12 @@ class Cluster(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, d
 
     @cached_property
     def node_of_rank(self) -> tuple[int, ...]:
-        """Return the node each rank runs on, counted from 0 in the order of `nodes`."""
+        """Return the node of each rank, counted from 0 in the order of `nodes`."""
         sizes = [self.node_types[g.node_type].devices_per_node for g in self.nodes for _ in range(g.count)]
         return tuple(node for node, size in enumerate(sizes) for _ in range(size))
 
     def nodes_in_domain(self, node_type: str) -> int:
-        """Return how many neighbouring nodes of a type share an NVLink domain: all of them if they fit into one.
+        """Return the number of neighbouring nodes of a type in one NVLink domain: all of them if they fit into one.
 
         Of several domains each has the largest power of two of nodes that divides them, as schedulers allot them (16 of
         the 18 nodes of a rack), so that groups of ranks do not cross domains.
@@ -109,7 +109,7 @@ class Cluster(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, d
 
     @cached_property
     def domain_of_rank(self) -> tuple[int, ...]:
-        """Return the NVLink domain of each rank, counted from 0: what crosses it takes the network; else its node."""
+        """Return the NVLink domain of each rank, counted from 0; without such domains, the rank's node."""
         sizes = []
         for group in self.nodes:
             sizes += [self.domain_size(group.node_type)] * (group.count // self.nodes_in_domain(group.node_type))
@@ -122,17 +122,17 @@ class Cluster(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, d
 
     @property
     def obstacle(self) -> str | None:
-        """Return why plans for it can be made but not run; None: they can be run."""
+        """Return why plans for the cluster can be made but not run; None: they can be run."""
         on_cpu = {self.node_types[group.node_type].on_cpu for group in self.nodes}
         return "cpu and other devices in one cluster exchange no collectives" if len(on_cpu) > 1 else None
 
     def of_rank(self, rank: int) -> NodeType:
-        """Return the node type that a rank runs on."""
+        """Return the node type of a rank."""
         return self.node_types[self.node_type_of_rank[rank]]
 
     @cached_property
     def node_type_of_rank(self) -> tuple[str, ...]:
-        """Return the node type each rank runs on."""
+        """Return the node type of each rank."""
         return tuple(
             g.node_type for g in self.nodes for _ in range(g.count * self.node_types[g.node_type].devices_per_node)
         )

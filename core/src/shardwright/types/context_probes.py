@@ -1,11 +1,11 @@
-"""Probes whose samples are one rank's part of longer ones, with the keys of all parts, on one device."""
+"""Probes on one device whose samples are one rank's part of longer samples, with the keys of all parts."""
 
 from shardwright.io import Value
 from shardwright.types.limits import NonNegativeCount, SeveralRanks
 
 
 class ContextProbe(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A probe whose samples stand for one rank's part of longer samples (context parallelism)."""
+    """A probe whose samples represent one rank's part of longer samples (context parallelism)."""
 
     plan: NonNegativeCount
     """Place of the plan."""

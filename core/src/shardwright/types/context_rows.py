@@ -1,4 +1,4 @@
-"""Rows of a model profile that check the times derived for layers whose ranks share positions out."""
+"""Rows of a model profile that check the times derived for layers whose ranks split positions."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""Corrections of predictions by measured plans: a factor for each term, kept apart from the profiles."""
+"""Corrections of predictions by measured plans: a factor for each term, stored separately from profiles."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -10,7 +10,7 @@ from shardwright.types.limits import Count, Number, PositiveNumber, Sha256
 
 
 class Term(StrEnum):
-    """A term of a prediction that a measurement can distinguish from the others."""
+    """A term of a prediction that measurements can distinguish from other terms."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -42,7 +42,7 @@ class CorrectionFactor(Value, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Correction(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Factors between measured plans and their predictions from two profiles; valid only for these profiles."""
+    """Ratios of measured plans to their predictions from two profiles; valid only for these profiles."""
 
     FORMAT = "shardwright.correction"
 

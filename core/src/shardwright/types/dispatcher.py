@@ -1,10 +1,10 @@
-"""How rows get to the ranks of their experts."""
+"""How rows are sent to the ranks of their experts."""
 
 from enum import StrEnum
 
 
 class Dispatcher(StrEnum):
-    """How rows get to the ranks of their experts."""
+    """How rows are sent to the ranks of their experts."""
 
     ALL_TO_ALL = "all-to-all"
     """One message for each pair of a position and an expert of its choice."""

@@ -26,7 +26,7 @@ class GroupLoad(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class LayerLoad(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The load of the experts of one layer."""
+    """The load of the experts of one layer, as shares of all rows."""
 
     layer: NonNegativeCount
     """Number of the block, from 0."""
@@ -40,7 +40,7 @@ class LayerLoad(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(f"the shares of layer {self.layer} add up to {total:g}, not to 1")
 
     def imbalance(self, ep_size: int) -> float:
-        """Return the load of the fullest of `ep_size` groups of experts over the mean group's, from 1 to `ep_size`.
+        """Return the fullest of `ep_size` groups' load divided by the mean group's, from 1 to `ep_size`.
 
         Without figures of single steps it is that of the shares, which hide a peak that moves from step to step. Raises
         ValueError if `ep_size` does not divide the experts.
@@ -73,4 +73,4 @@ class ExpertLoad(Document, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise ValueError(f"last_step {self.last_step} is before first_step {self.first_step}")
         numbers = [one.layer for one in self.layers]
         if sorted(set(numbers)) != numbers:
-            raise ValueError("its layers do not ascend")
+            raise ValueError("its layers are not in ascending order")

@@ -1,4 +1,4 @@
-"""Probes of a layer's experts by themselves, and what they measured."""
+"""Probes of a layer's experts by themselves, and their measurements."""
 
 from typing import Annotated
 
@@ -27,7 +27,7 @@ class ExpertProbe(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ExpertMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A probe of experts that was measured on a rank while all ranks ran it."""
+    """The measurement of a probe of experts on a rank, while all ranks ran it."""
 
     probe: ExpertProbe
     """The probe that was run."""

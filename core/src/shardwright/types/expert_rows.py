@@ -1,4 +1,4 @@
-"""Rows of a model profile about a layer's experts, and about what the host spends on layers."""
+"""Rows of a model profile for a layer's experts, and for the host's time on layers."""
 
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
@@ -69,7 +69,7 @@ class ExpertRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @classmethod
     def from_figures(cls, key: ExpertKey, figures: LayerFigures[Sourced]) -> "ExpertRow":
-        """Return the row of these figures, with whole bytes."""
+        """Return a row with these figures, in whole bytes."""
         return cls(**key.columns, **figure_columns(figures))
 
     @property
@@ -89,7 +89,7 @@ class ExpertRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ExchangeRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How experts' rows are exchanged; a profile without such a row has plain exchanges that nothing hides."""
+    """How rows of experts are exchanged; a profile without such a row has plain exchanges that are not overlapped."""
 
     dispatcher: Dispatcher
     """How rows are sent."""

@@ -28,7 +28,7 @@ from shardwright.types.limits import (
 
 
 class Collective(StrEnum):
-    """Kinds of message that are timed.
+    """Kinds of messages that are timed.
 
     `message_bytes` is the size of the full tensor on one rank: the input of all_reduce and reduce_scatter and
     all_to_all, the output of all_gather, the message of p2p.
@@ -42,7 +42,7 @@ class Collective(StrEnum):
 
 
 class GroupKind(NamedTuple):
-    """A kind of group of ranks: how it lies on nodes.
+    """A kind of group of ranks: how its ranks are placed on nodes.
 
     How many such groups share a node's network follows, where all ranks of a node take part: of neighbours, one at
     either end of the node; of others, as many as the node has devices over `ranks_per_node`.
@@ -56,12 +56,12 @@ class GroupKind(NamedTuple):
 
     @property
     def nodes(self) -> int:
-        """Return the number of nodes over which it extends; all but the last are filled."""
+        """Return the number of nodes that the group spans; all but the last are filled."""
         return -(-self.size // self.ranks_per_node)
 
     @property
     def across_nodes(self) -> bool:
-        """Return whether it lies on several nodes."""
+        """Return whether the group spans several nodes."""
         return self.size > self.ranks_per_node
 
     def __str__(self) -> str:
@@ -114,7 +114,7 @@ class PointRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class RepeatRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A time of a point, on the slowest rank."""
+    """One measured time of a point, on the slowest rank."""
 
     point: Annotated[NonNegativeCount, Meta(extra={"unit": "row of points"})]
     """Row of the point in `points`."""
@@ -140,7 +140,7 @@ class PairRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class OverlapRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A collective and a computation: each without the other, and both at once."""
+    """A collective and a computation: the times of each alone, and of both at once."""
 
     collective: Collective
     """Collective that was timed; for p2p a message each way at once, as a step of a ring has."""
@@ -163,7 +163,7 @@ class OverlapRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class RankRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A rate of one rank's device, while all of them work."""
+    """A rate of one rank's device, measured while all ranks work."""
 
     rank: Rank
     """Rank whose device it is."""
@@ -212,7 +212,7 @@ class HardwareProfile(Profile):
 
     @property
     def problem(self) -> str | None:
-        """Return a defect: points without repeats or the reverse, a group with more ranks on a node than it has."""
+        """Return a defect of the tables, such as points without repeats; None if there is none."""
         for table in (self.points, self.overlap):
             if (table["ranks_per_node"] > table["group_size"]).any():
                 return "groups with more ranks on a node than they have"
@@ -246,5 +246,5 @@ def write_hardware_profile(path: Path, profile: HardwareProfile) -> None:
 
 
 def read_hardware_profile(path: Path) -> HardwareProfile:
-    """Read a hardware profile; BadInput names whatever cannot be right in it."""
+    """Read a hardware profile; raise BadInput if it is invalid."""
     return read_profile(path, HardwareProfile)

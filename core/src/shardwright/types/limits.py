@@ -1,4 +1,4 @@
-"""Limits of numbers and texts, for command options and files alike; anything beyond them is a mistake.
+"""Limits of numbers and texts, for command options and files; values beyond them are mistakes.
 
 The limits are generous; what they are for is that a mistyped or hostile number is refused where it is read, with its
 place, before anything is computed with it. A number of a table of a profile says its unit, too.
@@ -66,7 +66,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=200)]
 
 
 def whole(pattern: str, max_length: int | None = None) -> Meta:
-    """Return the limit of a text that matches a pattern from its first character to its last.
+    """Return the limit for a text that matches a pattern as a whole.
 
     In Python `$` alone matches before a last line break, too, and JSON Schema has no other end of a text.
     """

@@ -36,5 +36,5 @@ class LowRank(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.alpha if self.alphas is UNSET else self.alphas.get(name, self.alpha)
 
     def scaling_of(self, name: str, rank: int) -> float:
-        """Return the factor of what low-rank matrices of a rank add to the product of a module with a name."""
+        """Return the factor of a module's low-rank product, by the module's name and rank."""
         return self.alpha_of(name) / (sqrt(rank) if self.rank_stabilized else rank)

@@ -20,7 +20,7 @@ from shardwright.types.plan import Plan
 
 
 class Segment(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Times of a microbatch in the embedding, the layers or the head of a rank, one entry per repeat.
+    """Times of a micro-batch in the embedding, the layers or the head of a rank, one entry per repeat.
 
     Each entry is the mean over a step's `middle` microbatches: the first one's forward pass also gathers parameters and
     its backward pass adds to no gradients yet, the last one's backward pass also reduces them. Of two microbatches
@@ -36,7 +36,7 @@ class Segment(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class PassTime(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A pass of one microbatch through one layer range of a rank's pipeline stage, in one step.
+    """A pass of one micro-batch through one layer range of a rank's pipeline stage, in one step.
 
     It waited from `start_s - wait_s` and was over at `start_s + time_s`.
     """
@@ -56,7 +56,7 @@ class PassTime(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class SegmentMemory(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Tensor memory of one microbatch's way through a segment of a rank."""
+    """Tensor memory of one micro-batch in the embedding, the layers or the head of a rank."""
 
     name: str
     """`embedding`, `layers` or `head`."""
@@ -69,7 +69,7 @@ class SegmentMemory(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class RankMemory(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Tensor memory of one rank, counted by the allocator; on CPU by its recorded allocations."""
+    """Tensor memory of one rank, counted by the allocator, or on CPU by its recorded allocations."""
 
     parameters_bytes: Bytes
     """Parameters as stored between steps."""
@@ -119,7 +119,7 @@ class RankMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class PlanMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Times and memory of one plan."""
+    """Measured times and memory of one plan."""
 
     plan: Plan
     """Plan that was run."""
@@ -169,7 +169,7 @@ class PlanMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def median_repeat(self) -> int:
-        """Return the repeat of median step time (of two in the middle the shorter), the earliest of equal ones."""
+        """Return the index of the repeat with the median step time (the lower of two), the earliest of equal ones."""
         times = self.step_times_s
         return times.index(median_low(times))
 
@@ -207,7 +207,7 @@ class PlanFailure(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Measurement(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Plans that were run for some steps, on what and with what result."""
+    """Plans that were run for some steps: the machine, and the results."""
 
     FORMAT = "shardwright.measurement"
     VERSION = 6

@@ -1,4 +1,4 @@
-"""Descriptions of models for the planner: layer types, their shapes, and what must divide what."""
+"""Model descriptions for the planner: layer types, their shapes, and which degrees must divide what."""
 
 from collections.abc import Callable
 from math import prod
@@ -26,7 +26,7 @@ HEAD = "head"
 
 
 def base_type(name: str) -> str:
-    """Return the family's layer type without the suffix after the dot, which states what is frozen."""
+    """Return the family's layer type, without the suffix after the dot, which names frozen parts."""
     return name.partition(".")[0]
 
 
@@ -58,12 +58,12 @@ class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def trained(self) -> bool:
-        """Return whether it has a gradient and an optimizer state."""
+        """Return whether the parameter has a gradient and optimizer states."""
         return self.frozen is not True and not self.is_buffer
 
     @property
     def is_buffer(self) -> bool:
-        """Return whether it is a buffer."""
+        """Return whether the tensor is a buffer, not a parameter."""
         return self.buffer is True
 
     def numel(self, parts: int) -> int:
@@ -82,9 +82,9 @@ class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return replace(self, shape=tuple(shape))
 
     def states_dim(self, parts: int, shards: int) -> int:
-        """Return the dim that ZeRO cuts a tensor-parallel part at, into equal shards, the last ones padded: the first.
+        """Return the dim at which ZeRO shards a tensor-parallel part equally, with padding: mostly the first.
 
-        Where they do not divide the experts it is the last dim that nothing else cuts, if they divide that.
+        If they do not divide the experts it is the last dim that nothing else cuts, if they divide that.
         """
         if self.ep_dim is UNSET or self.part_length(self.ep_dim, parts) % shards == 0:
             return 0
@@ -136,26 +136,26 @@ class LayerType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def has_backward(self) -> bool:
-        """Return whether a backward pass goes through it."""
+        """Return whether a backward pass goes through the layer."""
         return self.backward is not False
 
     @property
     def trained_parameters(self) -> tuple[Parameter, ...]:
-        """Return the parameters that are not frozen."""
+        """Return the parameters that are trained."""
         return tuple(p for p in self.parameters if p.trained)
 
     @property
     def trained_share(self) -> float:
-        """Return the share of its matrices' elements that are trained; 1 if it has no matrices."""
+        """Return the share of matrix elements that are trained; 1 if there are no matrices."""
         matrices = [p for p in self.parameters if len(p.shape) > 1]
         total = sum(p.numel(1) for p in matrices)
         return sum(p.numel(1) for p in matrices if p.trained) / total if total else 1.0
 
     @property
     def passes(self) -> float:
-        """Return the work of a step in forward passes, without recomputation.
+        """Return the work of a step relative to a forward pass, without recomputation.
 
-        A product has one for the gradient of its input, where a gradient passes, and one for that of a trained matrix.
+        A product adds one pass for the gradient of its input, if needed, and one for a trained matrix's.
         """
         return 1 + self.has_backward * (1 + self.trained_share)
 
@@ -228,7 +228,7 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def architecture_sha256(self) -> str:
-        """Return the identity of what a profile measures: family, configuration and parameters of each type.
+        """Return the hash of what a profile measures: family, configuration and parameters of each type.
 
         Neither the number of layers nor the sequence length belongs to it: one profile serves several of both.
         """
@@ -236,7 +236,7 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def is_frozen(self) -> bool:
-        """Return whether some parameter is frozen."""
+        """Return whether any parameter is frozen."""
         layers = (EMBEDDING, *self.layers, HEAD)
         return any(p.frozen is True for name in layers for p in self.types[name].parameters)
 
@@ -254,7 +254,7 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return tuple(name for name in dict.fromkeys(self.layers) if name not in like_received)
 
     def received_by(self, layer: str) -> tuple[BoundaryTensor, ...]:
-        """Return the tensors that a layer (`embedding`, `layers[i]`, `head`) receives: what the one before hands on.
+        """Return the tensors that a layer (`embedding`, `layers[i]`, `head`) receives from the layer before it.
 
         Their shapes may differ from layer to layer, as between the levels of a pyramid.
         """
@@ -265,7 +265,7 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def parameter_count(self) -> int:
-        """Return the number of parameters, tied and shared ones counted once, and no buffers."""
+        """Return the number of parameters, tied and shared ones counted once, without buffers."""
         return self._count(lambda kind: tuple(p for p in kind.parameters if not p.is_buffer))
 
     @property
@@ -280,12 +280,12 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def layers_by_base(self) -> dict[str, tuple[str, ...]]:
-        """Return the types of the blocks, in order, by the family's type that they are."""
+        """Return the types of the blocks, in order, by the family's base type."""
         bases = dict.fromkeys(map(base_type, self.layers))
         return {base: tuple(name for name in self.layers if base_type(name) == base) for base in bases}
 
     def _count(self, counted: Callable[[LayerType], tuple[Parameter, ...]]) -> int:
-        """Return the number of elements of some parameters of each layer, tied and shared ones counted once."""
+        """Return the number of elements of selected parameters, tied and shared ones counted once."""
         total = sum(prod(p.shape) for name in (EMBEDDING, *self.layers, HEAD) for p in counted(self.types[name]))
         ends = {p.name: prod(p.shape) for name in (EMBEDDING, HEAD) for p in counted(self.types[name])}
         tied = sum(ends.get(second, 0) for _, second in self.tied)

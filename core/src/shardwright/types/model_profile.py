@@ -68,7 +68,7 @@ class _TypeColumns(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def key(self) -> LayerKey:
-        """Return the key of the row; columns that it lacks or that vary are left open."""
+        """Return the key of the row; columns that the row does not have are left open."""
         return LayerKey.from_fields(self)
 
 
@@ -111,7 +111,7 @@ class LayerRow(_StrategyColumns, frozen=True, kw_only=True, forbid_unknown_field
 
     @classmethod
     def from_figures(cls, key: LayerKey, figures: LayerFigures[Sourced]) -> "LayerRow":
-        """Return the row of these figures, with whole bytes."""
+        """Return a row with these figures, in whole bytes."""
         return cls(
             **key.columns,
             **figure_columns(figures),
@@ -131,7 +131,7 @@ class LayerRow(_StrategyColumns, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class StateRow(_TypeColumns, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Time and memory of one layer's parameters on one rank under plain ddp, whatever runs through them."""
+    """Time and memory of one layer's parameters on one rank under plain DDP."""
 
     parameter_bytes: Annotated[Bytes, sourced("bytes_source")]
     """Bytes of the stored parameters."""
@@ -187,7 +187,7 @@ class ProcessRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class FitRow(_StrategyColumns, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A curve through the points of `layers`, with what it leaves unexplained, relative to the points."""
+    """A curve fitted to the points of `layers`, with its errors relative to the points."""
 
     quantity: Quantity
     """Quantity that the curve gives."""
@@ -237,13 +237,13 @@ class ProfileOrigin(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelProfile(Profile):
-    """The tables of a model profile, one per model and device type.
+    """The tables of a model profile; there is one profile for each model and device type.
 
     `layers`: time and memory of one layer of each type (embedding and head too) by strategy and micro-batch. `states`:
     bytes and optimizer time of one layer's parameters. `process`: what is there once a process or a step, in one row.
-    `fits`: curves through the points of `layers`. Where layers have experts that ranks may share out as a whole,
+    `fits`: curves through the points of `layers`. If layers have experts that ranks may shard as a whole,
     `rests` is what such a layer does beside its experts, and `experts` what these do; the two add up. `context` checks
-    what is derived for layers whose ranks share positions out. `exchange` has one row on how experts' rows are sent,
+    what is derived for layers whose ranks split positions. `exchange` has one row on how experts' rows are sent,
     and `host` what the host spends on layers, if the times of these leave it out.
     """
 
@@ -264,17 +264,17 @@ class ModelProfile(Profile):
 
     @cached_property
     def curves(self) -> dict[LayerKey, list[LayerRow]]:
-        """Return the points of `layers` that differ only in micro-batch size, ascending, by the other columns."""
+        """Return the points of `layers` by key without micro-batch size; each list ascends by that size."""
         return _curves(self.layers)
 
     @cached_property
     def rest_curves(self) -> dict[LayerKey, list[LayerRow]]:
-        """Return the points of `rests`, likewise."""
+        """Return the points of `rests` by key without micro-batch size; each list ascends by that size."""
         return _curves(self.rests)
 
     @cached_property
     def expert_curves(self) -> dict[ExpertKey, list[ExpertRow]]:
-        """Return the points of `experts` that differ only in rows, ascending, by the other columns."""
+        """Return the points of `experts` by key without the number of rows; each list ascends by that number."""
         curves: dict[ExpertKey, list[ExpertRow]] = {}
         for row in sorted(self.experts.rows, key=lambda row: row.key):
             curves.setdefault(row.key.without("rows"), []).append(row)
@@ -282,7 +282,7 @@ class ModelProfile(Profile):
 
     @property
     def problem(self) -> str | None:
-        """Return what is wrong: not one process, a point twice, or activations that shrink as the micro-batch grows."""
+        """Return a defect, or None: not one process row, a duplicate point, activations that shrink with the batch."""
         if (rows := len(self.process)) != 1:
             return f"table process has {rows} rows, not 1"
         if (rows := len(self.exchange)) > 1:
@@ -299,7 +299,7 @@ def _curves(table: Table[LayerRow]) -> dict[LayerKey, list[LayerRow]]:
 
 
 def _curve_problem(points: Sequence[LayerRow | ExpertRow]) -> str | None:
-    """Return what is wrong with points of ascending size: a point that occurs twice, or activations that shrink."""
+    """Return a defect of points of ascending size: a duplicate, or activations that shrink; or None."""
     for less, more in pairwise(points):
         if less.key == more.key:
             return f"{more.key} is there twice"
@@ -316,5 +316,5 @@ def write_model_profile(path: Path, profile: ModelProfile) -> None:
 
 
 def read_model_profile(path: Path) -> ModelProfile:
-    """Read a model profile; BadInput names whatever cannot be right in it."""
+    """Read a model profile; raise BadInput if it is invalid."""
     return read_profile(path, ModelProfile)

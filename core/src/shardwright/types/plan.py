@@ -33,7 +33,7 @@ class Schedule(StrEnum):
     """True if a pipeline stage may hold several layer ranges."""
 
     def __new__(cls, name: str, interleaves: bool = False) -> "Schedule":
-        """Make a member of its name in files."""
+        """Make a member, whose value is the schedule's name in files."""
         member = str.__new__(cls, name)
         member._value_, member.interleaves = name, interleaves
         return member
@@ -77,7 +77,7 @@ class Precision(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def text(self) -> str:
-        """Return `parameters/compute/reduce`, and whether factors are rounded: what profiles are known by."""
+        """Return `parameters/compute/reduce`, and whether float32 factors are rounded; profiles are labelled by it."""
         base = "" if self.base is UNSET else f" base {self.base}"
         return f"{self.parameters}/{self.compute}/{self.reduce}" + (" tf32" if self.tf32 else "") + base
 
@@ -92,7 +92,7 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, FP8: 2}
 
 
 class PipelineStage(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Some ranks and the layers they hold."""
+    """A pipeline stage: its ranks, and the layers that they hold."""
 
     ranks: Annotated[tuple[Rank, ...], Meta(min_length=1)]
     """Numbers of the cluster's devices, ascending; strategies count in their order."""
@@ -166,7 +166,7 @@ def _misfit_of_experts(kind: LayerType, strategy: Strategy) -> str | None:
 
 
 class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A way to train a model on a cluster; whoever holds it can train, export or re-evaluate it."""
+    """A way to train a model on a cluster; self-contained: it can be trained, exported or priced again."""
 
     FORMAT = "shardwright.plan"
 
@@ -252,7 +252,7 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def executed_sha256(self) -> str:
-        """Return the identity of what a run of the plan executes.
+        """Return the hash of what a run of the plan executes.
 
         Neither names nor the cluster (its prices, memory and nodes) belong to it, nor what the planner knows of the
         model beyond its family, configuration, sequence length and layers. A field of strategies that plans of earlier
@@ -289,7 +289,7 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError("the stages must use each of the cluster's ranks exactly once")
         for i, stage in enumerate(self.stages):
             if list(stage.ranks) != sorted(stage.ranks):
-                raise ValueError(f"stages[{i}]: its ranks do not ascend")
+                raise ValueError(f"stages[{i}]: its ranks are not in ascending order")
 
     def _check_layer_ranges(self) -> None:
         expected = self.model.layers
@@ -317,9 +317,9 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(f"the pipeline stages hold {position} of {len(expected)} layers")
 
     def _check_empty(self, index: int, layer: int) -> None:
-        """Refuse a layer range without blocks, embedding and head in a stage that has no other layers.
+        """Raise ValueError for a layer range without blocks, embedding or head in a stage that has no other layers.
 
-        What it receives it hands on, as it is: its ranks are as many as those of the stage before.
+        What it receives it passes on, as it is: its ranks are as many as those of the stage before.
         """
         where, stage = f"stages[{index}]: layer range [{layer}, {layer}]", self.stages[index]
         if index not in (0, len(self.stages) - 1) and all(low == high for low, high in stage.layers):

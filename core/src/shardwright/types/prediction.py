@@ -1,4 +1,4 @@
-"""A prediction of a plan's time and memory, with the proof and the plans that it was preferred to."""
+"""A prediction of a plan's time and memory, with the proof and the runners-up."""
 
 from collections.abc import Mapping
 from typing import Annotated, ClassVar
@@ -42,7 +42,7 @@ class TimelineEvent(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Proof(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A proof about a searched plan."""
+    """What is proven about a searched plan."""
 
     objective: str
     """Objective that was minimised, in words."""
@@ -63,7 +63,7 @@ class Proof(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def nearness(self) -> str:
-        """Return how near to the optimum the plan is proven to be, in words."""
+        """Return, in words, how close to the optimum the plan is proven to be."""
         if not self.objective_bound_s:
             return "not known to be near the optimum"
         return f"within {self.gap:.2%} of the optimum" if self.gap else "optimal"
@@ -94,7 +94,7 @@ class Estimate(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class RunnerUp(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The best plan of another case (pipeline degree, microbatches, schedule) than the chosen one."""
+    """The best plan of another configuration (pipeline degree, micro-batches, schedule) than the chosen plan's."""
 
     plan: Plan
     """The plan."""

@@ -9,7 +9,7 @@ from shardwright.types.limits import Length, Tokens
 
 
 class BoundaryTensor(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tensor [batch, sequence_length, features] that a layer hands to the next, also over a pipeline cut."""
+    """A tensor [batch, sequence_length, features] that a layer passes to the next, also between pipeline stages."""
 
     name: str
     """Name that the runtime gives it."""
@@ -20,7 +20,7 @@ class BoundaryTensor(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Heads(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The attention of a region: what Ulysses exchanges positions for."""
+    """The attention heads of a region; Ulysses exchanges positions for heads."""
 
     queries: str
     """The boundary tensor whose positions attend."""
@@ -44,7 +44,7 @@ class Heads(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
 
     @property
     def features_of_values(self) -> int:
-        """Return the features of one value head, and of what one head gives."""
+        """Return the features of one value head, which are also a head's output features."""
         return self.value_features or self.head_features
 
 

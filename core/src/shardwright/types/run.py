@@ -1,4 +1,4 @@
-"""Files of a training run: a line per step, a summary, and what the nodes agree on when one is lost."""
+"""Files of a training run: a line per step, a summary, and the nodes' agreement after one is lost."""
 
 from typing import Literal
 
@@ -10,7 +10,7 @@ from shardwright.types.plan import Plan
 
 
 class Evaluation(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A loss on data that is not trained on."""
+    """A loss on validation data, which is not trained on."""
 
     loss: float
     """Mean cross entropy over all labels that count, with nothing dropped."""
@@ -36,7 +36,7 @@ class BestCheckpoint(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class StepMetrics(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A line of metrics.jsonl."""
+    """A step's line in metrics.jsonl."""
 
     step: Count
     """Number of the optimizer step, the first being 1."""

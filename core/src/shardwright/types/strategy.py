@@ -31,7 +31,7 @@ class SequenceParallel(StrEnum):
 
 
 class ContextParallel(StrEnum):
-    """Ways in which the positions of one rank attend to those of other ranks of its context-parallel group."""
+    """How the positions of one rank attend to positions of other ranks of its context-parallel group."""
 
     GATHER = "gather"
     """Keys and values of all ranks are gathered (Grattafiori et al. 2024)."""
@@ -55,7 +55,7 @@ class Recompute(StrEnum):
 
     @property
     def replays_experts(self) -> bool:
-        """Return whether the backward pass computes experts again, and beside them what of the layer is before them."""
+        """Return whether the backward pass recomputes the experts, and the part of the layer before them."""
         return self in (Recompute.FULL, Recompute.SELECTIVE, Recompute.MLP)
 
 
@@ -108,7 +108,7 @@ class ExpertGrid(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The sharding of a layer's experts if it differs from the layer's: a grid of dp_size x ep_size x tp_size.
 
     It is no part of a file: `LayerStrategy.expert_grid` makes it. `tp_size` neighbours share the features of each
-    expert, `ep_size` such groups share the experts out, and `dp_size` hold replicas of all of them or share states out.
+    expert, `ep_size` such groups shard the experts, and `dp_size` hold replicas of all of them or shard states.
     """
 
     ep_size: Ranks
@@ -116,7 +116,7 @@ class ExpertGrid(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class ExpertStrategy(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, order=True):
-    """A sharing out of a layer's experts over the ranks of its pipeline stage, whatever the rest of the layer does.
+    """How a layer's experts are sharded over the ranks of its pipeline stage, independently of the rest of the layer.
 
     `ep_size * etp_size` neighbouring ranks form a group that has each expert once; each sends its positions there.
     """
@@ -132,7 +132,7 @@ class ExpertStrategy(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class LayerStrategy(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True, order=True):
-    """A sharding of one layer over the ranks of its pipeline stage, and what of it is recomputed."""
+    """The sharding of one layer over the ranks of its pipeline stage, and which part of it is recomputed."""
 
     type: str
     """The layer's type: a key of the model description's `types`."""
@@ -157,7 +157,7 @@ class LayerStrategy(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def expert_grid(self) -> ExpertGrid | None:
-        """Return the sharding of its experts; None if it is the same as the layer's."""
+        """Return the sharding of the layer's experts; None if it is the same as the layer's."""
         return None if self.experts is UNSET else _grid(self.experts, self.tp_size * self.cp_size * self.dp_size)
 
 

@@ -1,4 +1,4 @@
-"""What one forward pass through a layer was seen to do, where no facts say what its kind of model does."""
+"""Operations and tensors of a layer, recorded in one forward pass, for models without facts."""
 
 from shardwright.io import Value
 from shardwright.types.limits import Flops, NonNegativeCount

@@ -22,9 +22,9 @@ _TERA, _GIGA, _MICRO = 1e12, 1e9, 1e6
 
 
 def write_analytic(options: AnalyticOptions) -> None:
-    """Write the profiles that were asked for, once all of them are made; raise BadInput if one cannot be made."""
+    """Write the requested profiles once all of them are made; raise BadInput if one cannot be made."""
     if options.out is None and options.hardware_out is None:
-        raise BadInput("--out", "no profile is asked for", "give --out, --hardware-out or both")
+        raise BadInput("--out", "no profile is requested", "give --out, --hardware-out or both")
     table = read_devices(options.devices)
     cluster = None if options.cluster is None else read_document(options.cluster, Cluster)
     profiles: list[tuple[Path, ModelProfile | HardwareProfile]] = []
@@ -84,7 +84,7 @@ def _efficiencies(options: AnalyticOptions) -> Efficiencies:
 
 
 def _device(options: AnalyticOptions, cluster: Cluster | None) -> str:
-    """The device of the option, else of the cluster's node types, which must have the same one."""
+    """Return the device of the option, else of the cluster's node types, which must have the same one."""
     if options.device is not None:
         return options.device
     if cluster is None:

@@ -35,7 +35,7 @@ def write_probes(options: ProbesOptions) -> None:
 def profile_model(options: ModelOptions) -> None:
     """Profile a model on this node; intermediate files stay in `OUT.work` until the profile is written.
 
-    Started again after an end, it goes on with the plans that are not yet measured. Raises BadInput if an input is
+    Started again after an end, it continues with the plans that are not yet measured. Raises BadInput if an input is
     wrong (also one that the train stage refuses) and RunFailed if a command fails.
     """
     from shardwright.estimate.settings import ProfileSettings
@@ -114,7 +114,7 @@ def fit(options: FitOptions) -> None:
 
 
 def show(options: ShowOptions) -> None:
-    """Print a profile, and draw it."""
+    """Print a profile, and draw it if requested."""
     from shardwright_profile.show import draw_profile, show_profile
 
     if options.tables:

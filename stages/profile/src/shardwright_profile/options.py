@@ -39,7 +39,7 @@ class HardwareOptions(NodeOptions, frozen=True, kw_only=True):
 
     Starts one process per device of this node. All groups of one size work at the same time, as in training. Messages
     grow fourfold, at least to 1 MiB, and as far as the time budget allows; each is repeated until its median is known
-    to within 3 %, its share of the time is spent, or --max-repeats is reached. A sweep that was killed goes on when the
+    to within 3 %, its share of the time is spent, or --max-repeats is reached. A sweep that was killed resumes when the
     same command is run again: what it has measured lies in OUT.journal until OUT is written.
     """
 
@@ -60,7 +60,7 @@ class HardwareOptions(NodeOptions, frozen=True, kw_only=True):
 class ProbesOptions(Options, frozen=True, kw_only=True):
     """Write the plans of few layers from which `fit` learns what one layer costs.
 
-    For `cp_sizes` in the settings, further plans check what is derived of layers whose ranks share positions out.
+    For `cp_sizes` in the settings, further plans check what is derived of layers whose ranks split positions.
     """
 
     model: tuple[Path, ...]
@@ -130,7 +130,7 @@ class ShowOptions(Options, frozen=True, kw_only=True):
 
 
 class ImportOptions(Options, frozen=True, kw_only=True):
-    """Options of every import."""
+    """Options that all imports have in common."""
 
     device: Name
     """Name of the device that was measured, as clusters name it."""
@@ -139,7 +139,7 @@ class ImportOptions(Options, frozen=True, kw_only=True):
 
 
 class ImportModelOptions(ImportOptions, frozen=True, kw_only=True):
-    """Options of the import of a model's profile."""
+    """Options that all imports of model profiles have in common."""
 
     backward_ratio: NonNegativeNumber
     """Backward time over forward time, without recomputation; none of these files has it."""
@@ -157,13 +157,13 @@ class ImportModelOptions(ImportOptions, frozen=True, kw_only=True):
 
     @property
     def formats(self) -> Precision:
-        """`precision` as a plan has it."""
+        """Return `precision` in a plan's form."""
         parameters, compute, reduce = self.precision.split("/")
         return convert({"parameters": parameters, "compute": compute, "reduce": reduce}, Precision)
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
-        """`micro_batch_sizes` as numbers."""
+        """Return `micro_batch_sizes` as numbers."""
         return _numbers("--micro-batch-sizes", self.micro_batch_sizes)
 
 
@@ -198,12 +198,12 @@ class GalvatronOptions(ImportModelOptions, frozen=True, kw_only=True):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """`tp_sizes` as numbers."""
+        """Return `tp_sizes` as numbers."""
         return _numbers("--tp-sizes", self.tp_sizes) or (1,)
 
     @property
     def tables(self) -> SequenceParallel | None:
-        """The kind of tables to read from a memory file; None: megatron's if it has them."""
+        """Return the kind of tables to read from a memory file; None: megatron's if it has them."""
         return None if self.sequence_parallel is None else SequenceParallel(self.sequence_parallel)
 
 

@@ -1,4 +1,4 @@
-"""Tables for terminals: split by columns if they have no room, with lines between groups of rows."""
+"""Tables for terminals: split by columns if they are too wide, with lines between groups of rows."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from shardwright.display.columns import PrintedColumn, split_columns, widths_of
 
 
 class SplitTable(NamedTuple):
-    """A table that is printed as several if its columns do not fit next to one another."""
+    """A table that is printed as several tables if its columns do not fit next to one another."""
 
     title: str
     columns: Sequence[PrintedColumn]
@@ -20,7 +20,7 @@ class SplitTable(NamedTuple):
     """Numbers of rows, from 1, that a line follows."""
 
     def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the tables."""
+        """Yield the tables, as rich requests them."""
         for number, columns in enumerate(split_columns(self.columns, self.repeated, options.max_width)):
             yield self._part(f"{self.title}{' (continued)' if number else ''}", columns, options.max_width)
 

@@ -137,7 +137,7 @@ def _model_tables(profile: ModelProfile) -> tuple[str, Iterator[SplitTable]]:
 
 
 def _columns(title: str, table: Table[Row]) -> SplitTable:
-    """A table of values, with standard errors if known, and with sources if not measured.
+    """Return a table of values, with standard errors if known, and with sources if not measured.
 
     Its first columns, of texts and of numbers without a unit, say of what the others are.
     """

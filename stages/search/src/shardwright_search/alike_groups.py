@@ -1,6 +1,6 @@
-"""The best plan whose stages have one set of process groups: all of its communicators are counted.
+"""The best plan whose stages have the same process groups, so that all of its communicators are counted.
 
-The solver counts a layer's own groups, of which a stage holds the most of any layer. Where each layer has no other
+The solver counts a layer's own groups, of which a stage holds the most of any layer. If each layer has no other
 groups than those of a set, and no layout changes inside a stage, all groups of a stage are in that set.
 """
 
@@ -35,7 +35,7 @@ _NEVER_PS = 2.0**50
 def best_alike(
     instance: Instance, bounds: Sequence[tuple[float, Target[Configuration]]], below: float
 ) -> Iterator[Best[Configuration]]:
-    """Yield ever better plans with a score below a limit, by configurations of equal width with these bounds."""
+    """Yield ever better plans with a score below a limit, from configurations with stages of equal width."""
     waiting: list[tuple[float, int, Target[Configuration], Solvable | None]]
     waiting = [(bound, number, target, None) for number, (bound, target) in enumerate(bounds)]
     heapify(waiting)
@@ -82,7 +82,7 @@ def _limited(instance: Instance, configuration: Configuration) -> Iterator[Solva
 def _counted(
     instance: Instance, configuration: Configuration, group: DeviceGroup, own: Sequence[Sequence[Groups]], kind: Groups
 ) -> DeviceGroup:
-    """Return a device group in which layers that have no other groups than those of a set count all of them."""
+    """Return a device group in which every layer whose process groups are in a set counts all groups of the set."""
     size = max(profiles.communicator_bytes for profiles in instance.costs.profiles.used(instance.costs.cluster))
     replicas = types_with_replicas(instance.costs.model)
     options = []

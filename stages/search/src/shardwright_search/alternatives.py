@@ -1,4 +1,4 @@
-"""Plans beside the optimum: those that the simulator may put before it, and the best of other configurations."""
+"""Plans near the optimum that may have a smaller simulated time, and the best plans of other configurations."""
 
 from collections.abc import Callable, Iterator, Sequence
 from math import inf
@@ -27,10 +27,10 @@ _MAX_LABELS = 3_000
 def further(
     space: SearchSpace, optimum: Optimum[Configuration], ranked: Sequence[Simulated]
 ) -> tuple[Best[Configuration], ...]:
-    """Return plans beyond the near ones, up to where the simulator may still put one before all that it has seen.
+    """Return further plans that may still have a smaller simulated time than all plans simulated so far.
 
-    That is as far above the best simulated time as the closed form of a simulated plan is above its own. Where the
-    simulator may hide much, plans of every placement are among them. Where it hides much of a near plan, the best of
+    That is as far above the best simulated time as the closed form of a simulated plan is above its own. If the
+    simulator may hide much, plans of every placement are among them. If it hides much of a near plan, the best of
     other configurations are. Plans of a single stage do not tell it of pipelines: they are where sends may be hidden.
     """
     if optimum.stopped or optimum.best is None:
@@ -94,7 +94,7 @@ def other_configurations(
 def _alike(
     optimum: Optimum[Configuration], shape: Callable[[Configuration], int], chosen: int
 ) -> list[list[Target[Configuration]]]:
-    """Return the configurations of each shape but the chosen plan's, those with the least bound first."""
+    """Return the configurations of each shape except the chosen plan's, by ascending bound."""
     by_shape: dict[int, list[Target[Configuration]]] = {}
     for _, target in optimum.bounds:
         if shape(target.configuration) != chosen:

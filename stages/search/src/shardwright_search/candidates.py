@@ -1,4 +1,4 @@
-"""Plans with what they are predicted to take, and those that do something else than a chosen one."""
+"""Plans with their predictions, and the choice of runners-up."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -18,19 +18,19 @@ _MAX_RUNNERS_UP = 5
 
 
 class Candidate(NamedTuple):
-    """A plan and what it is predicted to take."""
+    """A plan and its prediction."""
 
     plan: Plan
     evaluation: Evaluation
 
     @property
     def sample_s(self) -> float:
-        """The simulated time of a sample."""
+        """Return the simulated time of a sample."""
         return self.evaluation.estimate.simulated_step_time_s / self.plan.global_batch_size
 
 
 def candidate_of(instance: Instance, best: Best[Configuration], timeline: bool = False) -> Candidate:
-    """Return a plan of the search with its prediction; without `timeline` no events are in it."""
+    """Return a plan of the search with its prediction; events only with `timeline`."""
     plan = instance.plan(best.target.configuration, best.priced.solution)
     return Candidate(plan, evaluate(plan, instance.costs.profiles, instance.costs, timeline=timeline))
 
@@ -52,7 +52,7 @@ def best_elsewhere(
 
 
 def runners_up(instance: Instance, chosen: Plan, others: Sequence[Best[Configuration]]) -> tuple[Candidate, ...]:
-    """Return a few plans that do something else than the chosen one and one another, by ascending closed form."""
+    """Return a few plans that differ from the chosen one and from one another in effect, by ascending closed form."""
     decisions = {_decision(chosen)}
     taken: list[Candidate] = []
     for other in others:
@@ -64,12 +64,12 @@ def runners_up(instance: Instance, chosen: Plan, others: Sequence[Best[Configura
 
 
 def kind_of(plan: Plan) -> tuple[object, ...]:
-    """Return what kind of plan it is: its pipeline degree, and what its layers split and recompute."""
+    """Return a plan's pipeline degree, and the degrees and recomputation of its layers."""
     splits = {(each.tp_size, each.cp_size, each.recompute) for each in plan.layers}
     return len(plan.stages), plan.schedule.interleaves, frozenset(splits)
 
 
 def _decision(plan: Plan) -> tuple[object, ...]:
-    """Return what a plan does, whatever it is called: with one microbatch all schedules do the same."""
+    """Return what distinguishes a plan's execution; names do not, nor does the schedule with one micro-batch."""
     schedule = plan.schedule if plan.num_microbatches > 1 else None
     return plan.stages, plan.embedding, plan.head, plan.layers, plan.global_batch_size, plan.num_microbatches, schedule

@@ -1,4 +1,4 @@
-"""Plans of one strategy for all layers, which every search knows first: it may be stopped soon."""
+"""Plans of one strategy for all layers, found first in every search, in case it is stopped early."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -23,7 +23,7 @@ _Case = tuple[float, int, Target[Configuration]]
 
 
 def first_plans(space: SearchSpace) -> Iterator[Best[Configuration]]:
-    """Yield ever better plans, the first one soon; not all of their communicators are counted.
+    """Yield ever better plans, the first one soon; their communicators are not all counted.
 
     Configurations of one chunk are first, and among them those in which a rank has about one sample of a microbatch.
     """
@@ -75,7 +75,7 @@ def _with_layers(
 
 
 def _cases(space: SearchSpace, targets: Iterator[Target[Configuration]], first: int) -> list[_Case]:
-    """Return those of the cases that may have a plan."""
+    """Return the cases that may have a plan."""
     scored = ((each.score(space.uniform_bounds.bound_ps(each.configuration)), each) for each in targets)
     return [(score, first + number, target) for number, (score, target) in enumerate(scored) if score < np.inf]
 

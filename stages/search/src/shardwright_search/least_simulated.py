@@ -1,4 +1,4 @@
-"""The plan of the least simulated step: near plans, and plans of other placements, simulated and changed.
+"""The plan with the shortest simulated step: near-optimal plans are simulated, then improved by local changes.
 
 The closed form orders plans almost as the simulator does, but not quite: it counts sends that are hidden, and does not
 tell forward from backward passes. So plans that it puts near its optimum are simulated, and the quickest of them are
@@ -47,14 +47,14 @@ _MAX_RUNS = 12_000
 
 
 class Simulated(NamedTuple):
-    """A plan and its score by simulation."""
+    """A plan, and its score by simulation."""
 
     score: float
     best: Best[Configuration]
 
 
 def simulated(instance: Instance, plans: Sequence[Best[Configuration]]) -> tuple[Simulated, ...]:
-    """Return plans by ascending simulated score; of many the last ones are left out, never the first."""
+    """Return plans by ascending simulated score; of too many, the last are left out, never the first."""
     ranked: list[Simulated] = []
     left = _MAX_ACTIONS
     for best in plans:
@@ -96,7 +96,7 @@ def _place(best: Best[Configuration]) -> tuple[Configuration, tuple[int, ...]]:
 
 
 def _improved(instance: Instance, here: Simulated) -> Iterator[tuple[Simulated, int]]:
-    """Yield a plan with each change that makes its step shorter, after each that was tried, and what trying it took.
+    """Yield the plan, and each change that shortens its step, with the number of passes simulated for it.
 
     Interleaved plans stay as they are, and so does a single stage whose closed form is its simulated time, unless
     layers may be gathered while others work (ZeRO-3).
@@ -131,7 +131,7 @@ def _actions(configuration: Configuration) -> int:
 
 
 def _work(instance: Instance, configuration: Configuration) -> int:
-    """Return how many passes a trial counts for."""
+    """Return the work of a trial, in simulated passes."""
     return _actions(configuration) + _ACTIONS_OF_LAYER * len(instance.types_of_layers)
 
 
@@ -140,7 +140,7 @@ def _by_score(ranked: Simulated) -> tuple[float, float]:
 
 
 def _fitting(problem: Problem, solution: Solution) -> float | None:
-    """Return T of a plan that fits; None where it does not."""
+    """Return the closed form of a plan that fits; None if it does not."""
     objective_ps, memory_bytes = price(problem, solution)
     budgets = (problem.device_groups[group].budget_bytes for group in solution.device_groups)
     fits = all(used <= budget for used, budget in zip(memory_bytes, budgets, strict=True))
@@ -148,14 +148,14 @@ def _fitting(problem: Problem, solution: Solution) -> float | None:
 
 
 def _within_two(problem: Problem, solution: Solution) -> Iterator[Solution]:
-    """Yield what is one change away, then what is two."""
+    """Yield the plans one change away, then those two changes away."""
     yield from _moves(problem, solution)
     for other in _moves(problem, solution):
         yield from _moves(problem, other)
 
 
 def _moves(problem: Problem, solution: Solution) -> Iterator[Solution]:
-    """Yield what is one change away: a cut moved by a layer; another option for a run of equal layers, or its end."""
+    """Yield plans one change away: a cut moved by a layer; another option for a run of equal layers, or its end."""
     yield from _moved_cuts(problem, solution)
     ends, options, groups = solution
     stages = [stage for stage, (low, high) in enumerate(pairwise((0, *ends))) for _ in range(low, high)]
@@ -168,7 +168,7 @@ def _moves(problem: Problem, solution: Solution) -> Iterator[Solution]:
 
 
 def _moved_cuts(problem: Problem, solution: Solution) -> Iterator[Solution]:
-    """Yield what a layer given to the stage beside it makes, which has each option there where widths differ."""
+    """Yield plans in which a layer moves to the neighbouring stage, with each option there if widths differ."""
     ends, options, groups = solution
     for number, end in enumerate(ends[:-1]):
         here, there = (problem.device_groups[group] for group in groups[number : number + 2])
@@ -202,12 +202,12 @@ def of_placements(
 
 
 def _hides(instance: Instance, target: Target[Configuration], score: float) -> bool:
-    """Return whether plans are small and the simulator may hide so much that it orders them in another way."""
+    """Return whether plans are small, and simulated times may differ so much that the order of plans changes."""
     return _work(instance, target.configuration) <= _SMALL and _hidden(instance, target) > _HIDDEN * score
 
 
 def _hidden(instance: Instance, target: Target[Configuration]) -> float:
-    """Return about how much of a configuration's closed form the simulator may hide, as a score.
+    """Return an estimate of how far simulated times may be below a configuration's closed form, as a score.
 
     These are sends, which pass while stages compute, and ends of later stages, which the last passes of others hide:
     twice, for the closed form does not know either which part of a stage's time is forward.

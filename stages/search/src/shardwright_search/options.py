@@ -17,7 +17,7 @@ from shardwright_search.trained_parts import TrainedParts
 
 
 class System(StrEnum):
-    """Whom plans are exported for."""
+    """Systems that plans can be exported for."""
 
     ACCELERATE = "accelerate"
     DEEPSPEED = "deepspeed"
@@ -136,7 +136,7 @@ class AdviseOptions(TrainedParts, frozen=True, kw_only=True):
 
     @property
     def formats(self) -> Precision:
-        """The number formats that are asked for."""
+        """Return the requested number formats."""
         stored = self.parameters or ("bfloat16" if self.lora and self.precision == "bfloat16" else "float32")
         base = UNSET if self.base is None else self.base
         return Precision(parameters=stored, compute=self.precision, reduce=self.reduce or stored, base=base)
@@ -257,7 +257,7 @@ class UniformRequest(Options, frozen=True, kw_only=True):
 
     @property
     def precision(self) -> Precision:
-        """The three types together."""
+        """Return the three formats as one value."""
         return Precision(
             parameters=self.precision_parameters, compute=self.precision_compute, reduce=self.precision_reduce
         )
@@ -319,7 +319,7 @@ class GalvatronRun(Options, frozen=True, kw_only=True):
 
     @property
     def precision(self) -> Precision:
-        """The types together; parameters are kept in float32."""
+        """Return the formats as one value; parameters are stored in float32."""
         return Precision(compute=self.precision_compute, reduce=self.precision_reduce or self.precision_compute)
 
 

@@ -18,7 +18,7 @@ Imbalance = Annotated[
 
 
 class ProfileOptions(Options, frozen=True, kw_only=True):
-    """The files that plans are priced with."""
+    """Options for the files that plans are priced with."""
 
     hardware: tuple[Path, ...]
     """Hardware profile of the cluster (HDF5); of a mixed one also several, one for each device."""
@@ -30,7 +30,7 @@ class ProfileOptions(Options, frozen=True, kw_only=True):
 
 
 class ModelOptions(ProfileOptions, frozen=True, kw_only=True):
-    """The files of a search but its request."""
+    """Options for the files of a search, except its request."""
 
     cluster: Path
     """Cluster file (shardwright.cluster, JSON)."""

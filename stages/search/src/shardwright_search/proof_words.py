@@ -1,11 +1,11 @@
-"""What a search has proven, in words."""
+"""Sentences about what a search has proven."""
 
 MOST_PROVEN = 0.001
 """The largest gap of a plan that is called optimal."""
 
 
 def proof_words(optimum_s: float, bound_s: float, within: str = "") -> str:
-    """Return what is proven of a plan by a bound of all plans; `within`: what they are limited to; 0: no bound."""
+    """Return, in words, what a bound proves about a plan; `within`: the limits of the plans; bound 0: no bound."""
     if not bound_s:
         return "not proven: how much faster another plan may be is not known"
     gap = optimum_s / bound_s - 1

@@ -1,4 +1,4 @@
-"""The best plan of the asked space: all configurations bounded, the promising ones solved and compared."""
+"""The best plan of the requested space: all configurations are bounded, the promising ones solved and compared."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
@@ -89,7 +89,7 @@ class SearchAnswer(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def runners_up(self) -> tuple[Candidate, ...]:
-        """The best plans that do something else, looked for when they are first read."""
+        """Return the best plans with other decisions, searched when first read."""
         return self.beside()
 
 
@@ -176,7 +176,7 @@ def best_of_requests(
 
 
 def _share(deadline: float, parts: int) -> float | None:
-    """Return one of so many parts of the time until a deadline, on its clock; None: there is no deadline."""
+    """Return an equal part of the time until a deadline, on its clock; None: there is no deadline."""
     left_s = left(deadline)
     if left_s is None:
         return None
@@ -184,7 +184,7 @@ def _share(deadline: float, parts: int) -> float | None:
 
 
 def best_of(answers: Sequence[SearchAnswer], late: Sequence[StoppedEarly]) -> SearchAnswer:
-    """Return the answer with the quickest plan, with what is proven of all: nothing where one was stopped too early."""
+    """Return the fastest answer, with the proof for all; no proof if a search was stopped too early."""
     best, *others = sorted(answers, key=lambda answer: answer.chosen.sample_s)
 
     def beside() -> tuple[Candidate, ...]:
@@ -226,7 +226,7 @@ def _alike(answer: SearchAnswer, budgets: Mapping[str, int], deadline: float) ->
 
 
 def _fastest(answers: Sequence[SearchAnswer]) -> SearchAnswer:
-    """Return the fastest of the answers that fit with the bound of the first, which left nothing in reserve."""
+    """Return the fastest of the answers that fit, with the bound of the first, which had no additional reserve."""
     first, best = answers[0], min((each for each in answers if each.fits), key=lambda each: each.chosen.sample_s)
     as_best = first.chosen_scale / best.chosen_scale
     stopped = any(answer.stopped for answer in answers)
@@ -245,7 +245,7 @@ def _beyond(budgets: Mapping[str, int], answers: Sequence[SearchAnswer]) -> Infe
 
 
 class _Choice(NamedTuple):
-    """The plans that a search would choose, in this order, and what it knows beside them."""
+    """Plans in the order in which a search would choose them, and what is known about others."""
 
     first: Best[Configuration]
     """The plan near the optimum of the least simulated time."""
@@ -283,7 +283,7 @@ def _once(
 
 
 def listed(make: Callable[[], T], file: Path, deadline: float) -> T:
-    """Return what is made with its configurations listed; raises StoppedEarly where that takes longer than allowed."""
+    """Return the result of listing configurations; raise StoppedEarly if that exceeds the time limit."""
     try:
         with stopped_at(soon(deadline)):
             return make()
@@ -292,13 +292,13 @@ def listed(make: Callable[[], T], file: Path, deadline: float) -> T:
 
 
 def _listed(space: SearchSpace) -> SearchSpace:
-    """Return the space with all configurations listed, those that are only bounded among them."""
+    """Return the space with all configurations listed, including those that are only bounded."""
     _ = space.unlisted, space.targets
     return space
 
 
 def _choices(space: SearchSpace, optimum: Optimum[Configuration]) -> Iterator[_Choice]:
-    """Yield what is chosen of the plans near the optimum: the least simulated time, with others and changes better."""
+    """Yield choices among the plans near the optimum, by least simulated time; later ones consider more plans."""
     instance, near = space.instance, optimum.near
     ranked = simulated(instance, near[:MAX_NEAR])
     choice = _Choice(ranked[0].best, tuple(each.best for each in ranked), len(near), len(ranked))
@@ -353,7 +353,7 @@ def _answer(
 
 
 def _no_plan(space: SearchSpace, deadline: float) -> Infeasible:
-    """Return what is lacking; raises BadInput where something that was only bounded may have a plan."""
+    """Return by how much no plan fits; raise BadInput if a part of the space that is only bounded may have a plan."""
     unlisted = space.unlisted
     if unlisted is not None and np.isfinite(unlisted.bound):
         raise unlisted.error(space.file)
@@ -386,7 +386,7 @@ def _optimum_or_first(
     first: Best[Configuration] | None,
     budgets: Mapping[str, int],
 ) -> Optimum[Configuration]:
-    """Return the optimum; if the search was stopped before it knew a better plan, the first or a plain one.
+    """Return the optimum; if the search was stopped before it had a better plan, the first or a uniform one.
 
     Communicators of a large cluster take seconds to count: only a first plan that is better than the optimum needs it.
     """

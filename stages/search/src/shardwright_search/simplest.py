@@ -1,4 +1,4 @@
-"""The simplest plan within a tolerance of the bound of all plans: few strategies, whose layers stand together.
+"""The simplest plan within a tolerance of the bound: few strategies, with equal ones next to one another.
 
 The bound of the search is the certificate: whatever has at most one or two strategies of blocks and a closed form
 within the tolerance of it is within the tolerance of every plan. Each configuration whose bound allows it is solved
@@ -53,7 +53,7 @@ _SAME = 1e-4
 
 
 class Simple(NamedTuple):
-    """The simplest plan within a tolerance, and what stands beside it."""
+    """The simplest plan within a tolerance, with the fastest plan and the best plan of one strategy."""
 
     plan: Candidate
     fastest: Candidate
@@ -68,7 +68,7 @@ class Simple(NamedTuple):
 
 
 def num_strategies(plan: Plan) -> int:
-    """Return the number of strategies of blocks; what layers of some types lack, such as experts, tells none apart."""
+    """Return the number of strategies of blocks; fields that some layer types ignore do not count."""
     by_type: dict[str, set[LayerStrategy]] = {}
     for layer in plan.layers:
         by_type.setdefault(layer.type, set()).add(layer)
@@ -80,7 +80,7 @@ def _untyped(layer: LayerStrategy) -> LayerStrategy:
 
 
 def simplified(answer: SearchAnswer | Infeasible, request: SearchRequest, file: Path) -> SearchAnswer | Infeasible:
-    """Return an answer with the simplest plan within the tolerance that a request asks for; it may ask for none."""
+    """Return an answer with the simplest plan within the requested tolerance; unchanged without a tolerance."""
     if isinstance(answer, Infeasible) or not request.tolerance:
         return answer
     budgets = budgets_of(request, answer.instance.costs.cluster, file)
@@ -118,13 +118,13 @@ class _Found(NamedTuple):
 
 
 class _Fits(NamedTuple):
-    """What fits is asked of the plan itself, with all that it holds."""
+    """Checks whether plans fit, with the full price of the plan."""
 
     instance: Instance
     budgets: Mapping[str, int]
 
     def candidate(self, plan: Plan) -> Candidate | None:
-        """Return a plan with its price; None: it does not fit."""
+        """Return a plan with its price; None if it does not fit."""
         priced = Candidate(plan, evaluate(plan, self.instance.costs.profiles, self.instance.costs, timeline=False))
         return priced if max(over_bytes(plan, priced.evaluation.estimate, self.budgets)) <= 0 else None
 
@@ -173,7 +173,7 @@ class _Trials:
         self._uniform = UniformBounds(answer.instance)
 
     def best(self, count: int, limit: float) -> Iterator[_Found]:
-        """Yield the best plan so far of so many strategies of blocks with a score up to a limit."""
+        """Yield ever better plans with this number of strategies of blocks and a score up to a limit."""
         known, number = float(np.nextafter(limit, np.inf)), len(self._bounds)
         tried: list[tuple[float, int, Target[Configuration], _Limited | None]]
         tried = [(bound, n, target, None) for n, (bound, target) in enumerate(self._bounds)]

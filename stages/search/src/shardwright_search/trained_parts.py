@@ -1,4 +1,4 @@
-"""Options that say which part of a model is trained."""
+"""Options for which part of a model is trained."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from shardwright.types import Model
 
 
 class TrainedParts(RuntimeOptions, frozen=True, kw_only=True):
-    """The parts of a model that are trained: all of it, all but what is frozen, or low-rank matrices beside it."""
+    """The trained parts of a model: all of it, all but frozen parameters, or added low-rank matrices."""
 
     frozen: tuple[str, ...] = ()
     """Part that is not trained: embedding, head, layers, layers[2] or layers[0:8], and behind a dot which parameters,
@@ -19,7 +19,7 @@ class TrainedParts(RuntimeOptions, frozen=True, kw_only=True):
     """An adapter_config.json of peft, or its folder: the low-rank matrices that it names are trained, and no more."""
 
     def trained(self, model: Model) -> Model:
-        """Return the description with what these options say; BadInput where it cannot be so."""
+        """Return the description with these options applied; BadInput if they cannot be."""
         if self.frozen:
             model = freeze(model, tuple(map(FrozenPart.parse, self.frozen)))
         if self.lora is None:

@@ -1,4 +1,4 @@
-"""A plan that spreads every layer alike: Galvatron's GLOBAL mode, made without profiles."""
+"""A plan with one strategy for all layers (Galvatron's GLOBAL mode), made without profiles."""
 
 from msgspec import UNSET
 

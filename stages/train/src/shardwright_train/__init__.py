@@ -1,1 +1,1 @@
-"""Trains a Transformer exactly as a Shardwright plan says, and measures plans."""
+"""Trains a Transformer exactly as a Shardwright plan specifies, and measures plans."""

@@ -15,7 +15,7 @@ _NONE = "does not have a deterministic implementation"
 
 
 def check_deterministic(plan: Plan, file: object) -> None:
-    """Raise BadInput naming the first thing in a plan that has no deterministic form, or is not known to have one."""
+    """Raise BadInput naming the first part of a plan that has no deterministic form, or may not have one."""
     if plan.attention is Attention.SDPA_CUDNN:
         raise BadInput(file, f"attention {plan.attention} has no deterministic form ({OPTION})", "use sdpa_flash")
     if plan.compile:
@@ -33,7 +33,7 @@ def prepare_environment() -> None:
 
 @contextmanager
 def deterministic(file: object, asked: bool) -> Iterator[None]:
-    """Let PyTorch use deterministic kernels only, if a run asks for that.
+    """Restrict PyTorch to deterministic kernels, if a run requests that.
 
     An operation without one raises BadInput, naming the plan's file.
     """

@@ -58,7 +58,7 @@ StepEvent = tuple[str, MicrobatchChunk]
 
 
 class Traffic(NamedTuple):
-    """A kind of communication."""
+    """A kind of communication, and its bytes."""
 
     collective: Collective
     group_size: int
@@ -144,7 +144,7 @@ def _simulated_world(rank: int, size: int) -> Iterator[None]:
 
 
 class _SentBytes(TorchDispatchMode):
-    """A counter of the bytes of every collective."""
+    """A dispatch mode that counts the bytes of every collective."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -161,7 +161,7 @@ class _SentBytes(TorchDispatchMode):
 
 
 class _ResidentBytes(TorchDispatchMode):
-    """A tracker of the storages that operations make, until nothing refers to them any more.
+    """A dispatch mode that tracks the storages that operations allocate, until they are freed.
 
     FSDP empties and refills storages that it keeps, which no operation shows: their sizes are read again whenever the
     sum seems to reach a peak since the last event, and when it is asked for.
@@ -176,7 +176,7 @@ class _ResidentBytes(TorchDispatchMode):
 
     @property
     def now(self) -> int:
-        """The bytes resident now."""
+        """Return the bytes that are allocated now."""
         for key, (ref, _) in list(self._storages.items()):
             storage = ref()
             if storage is not None:
@@ -186,7 +186,7 @@ class _ResidentBytes(TorchDispatchMode):
         return self._sum
 
     def peak_since(self) -> int:
-        """The peak of the bytes since the last call."""
+        """Return the peak of the allocated bytes since the last call."""
         now = self.now
         found, self._recent = self._recent, now
         return found
@@ -240,7 +240,7 @@ def simulate_peak(
 
 
 def _microbatches(plan: Plan, stage: int) -> int:
-    """The number of microbatches of a shortened step that reaches the whole step's peak memory.
+    """Return how many micro-batches a shortened step needs to reach the whole step's peak memory.
 
     Of several chunks each is the fullest at another moment of a group, so that one more group is needed.
     """

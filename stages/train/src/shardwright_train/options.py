@@ -50,7 +50,7 @@ class DescribeOptions(Options, frozen=True, kw_only=True):
 class PrepareOptions(Options, frozen=True, kw_only=True):
     """Write the tokens of a text in Megatron's indexed format: of a tokenizer trained on it, or of a model's own.
 
-    Killed and started again, it goes on where it was; the result is the same to the byte.
+    Killed and started again, it resumes; the result is the same to the byte.
     """
 
     text: str
@@ -90,7 +90,7 @@ class PrepareOptions(Options, frozen=True, kw_only=True):
 
 
 class RankOptions(NodeOptions, frozen=True, kw_only=True):
-    """Options of a command that starts ranks."""
+    """Options of commands that start ranks."""
 
     hang_timeout_s: Annotated[float, Meta(ge=1, le=1e9)] = HANG_TIMEOUT_S
     """Longest time of a step in s, including the first one with building and loading, and any save; after it all ranks'
@@ -225,7 +225,7 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
 
     @property
     def schedule(self) -> LearningRateSchedule:
-        """The schedule of the learning rate."""
+        """Return the schedule of the learning rate."""
         return self.learning_rate_schedule or LearningRateSchedule.COSINE
 
     @property
@@ -235,7 +235,7 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
 
     @property
     def fractions(self) -> Fractions:
-        """The fractions into which the data is split."""
+        """Return the fractions into which the data is split."""
         return Fractions(self.valid_fraction, self.test_fraction)
 
 
@@ -243,7 +243,7 @@ class CheckOptions(Options, frozen=True, kw_only=True):
     """Check a plan in one process, without its cluster: messages (bytes) and tensor memory (MiB) of every role.
 
     Simulates a step of one rank of each distinct role on tensors without data. Exit codes: 0 it fits, 2 the plan is not
-    valid or cannot be run, 3 a rank lacks memory (the line says how much).
+    valid or cannot be run, 3 a rank has too little memory (the line says how much).
     """
 
     plan: Annotated[Path, POSITIONAL]
@@ -279,7 +279,7 @@ class ConvertOptions(Options, frozen=True, kw_only=True):
 class MeasureOptions(RankOptions, frozen=True, kw_only=True):
     """Run plans for some steps on random tokens and report time (s) and memory (bytes) of every rank.
 
-    A measurement that was cut off goes on where it was when it is started again.
+    A measurement that was cut off resumes when it is started again.
     """
 
     plans: Annotated[tuple[Path, ...], POSITIONAL]
@@ -299,7 +299,7 @@ class MeasureOptions(RankOptions, frozen=True, kw_only=True):
 
 
 class RunJob(RunOptions, frozen=True, kw_only=True, tag="run"):
-    """The options of a run for its ranks, with the locks that it holds."""
+    """The options of a run for its ranks, and the locks that the run holds."""
 
     locks: tuple[HeldLock, ...] = ()
 
@@ -317,5 +317,5 @@ def encode_job(job: RunJob | MeasureJob) -> bytes:
 
 
 def decode_job(content: bytes) -> RunJob | MeasureJob:
-    """The job in a file's content."""
+    """Return the job in a file's content."""
     return msgspec.json.decode(content, type=RunJob | MeasureJob, dec_hook=lambda kind, value: kind(value))

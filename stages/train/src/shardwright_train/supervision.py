@@ -43,7 +43,7 @@ class Attempt(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        """The folder of the checkpoints."""
+        """Return the folder of the checkpoints."""
         return folder_of_run(self.options.checkpoints, self.plan, self.options.resume_from)
 
 
@@ -145,7 +145,7 @@ def _search(options: RunOptions, plan: Plan, gone: Collection[int], run: Path, f
 
 
 def _run(arguments: Sequence[object]) -> None:
-    """Run a command of the search; raise RunFailed with its last line if it fails."""
+    """Run a command of the search stage; raise RunFailed with its last line if it fails."""
     command = [_program(), *map(str, arguments)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     with relayed_signals(process.terminate) as signals:

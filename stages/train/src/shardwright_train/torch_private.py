@@ -117,7 +117,7 @@ traced_attention = torch.ops.aten._scaled_dot_product_flash_attention
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return what tells a tensor's storage from others, also that of a fake tensor."""
+    """Return a key that identifies a tensor's storage, also for fake tensors."""
     key: int = tensor.untyped_storage()._cdata
     return key
 
@@ -145,18 +145,18 @@ def gathered_bytes(module: nn.Module) -> int:
 
 
 def end_without_backward(module: nn.Module) -> None:
-    """Make FSDP2 forget a step's forward passes, and reshard, in a root through which no backward pass goes."""
+    """Reset FSDP2's record of forward passes, and reshard, in a root module without a backward pass."""
     assert isinstance(module, FSDPModule)
     module._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def gather_asynchronously(module: FSDPModule) -> None:
-    """Make FSDP2 wait for a gather only when the layer is called, for all layers of a module; they share its memory."""
+    """Make FSDP2 wait for a gather only when the layer is called, for all layers of a module."""
     module._set_unshard_async_op(True)
 
 
 def with_spec_of(parameter: DTensor, local: Tensor) -> DTensor:
-    """A DTensor with another's layout and a given local shard, without checks."""
+    """Return a DTensor with another's layout and a given local shard, without checks."""
     spec = parameter._spec
     if spec.tensor_meta is not None and spec.tensor_meta.dtype is not local.dtype:
         spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
@@ -169,7 +169,7 @@ def direct_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 
 def compiled(function: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
-    """A function compiled at its first call; it raises if it would run uncompiled instead of recompiling."""
+    """Return a function that is compiled at its first call and raises instead of running uncompiled."""
     import torch._dynamo  # 1 s of every start otherwise
 
     config: Any = torch._dynamo.config

@@ -1,4 +1,4 @@
-"""Encoders that fill in hidden tokens: BERT, RoBERTa and ModernBERT.
+"""Encoders trained by masked language modelling: BERT, RoBERTa and ModernBERT.
 
 BERT (Devlin et al. 2019). RoBERTa (Liu et al. 2019) and XLM-RoBERTa (Conneau et al. 2020) have its blocks, and
 positions behind padding's. Blocks of ModernBERT (Warner et al. 2024) attend within a window, every third to whole

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3 (DeepSeek-AI 2024): attention from latents, routed and shared experts, first dense blocks."""
+"""DeepSeek-V2 and V3 (DeepSeek-AI 2024): latent attention, routed and shared experts, first blocks dense."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def _latent_attention(config: Config) -> Parameters:
 
 
 def _latent(matrix: str, normed: str, outputs: int, features: int, hidden: int, bias: bool) -> Parameters:
-    """Yield the matrix and the norm of a latent, which each rank has whole for its own heads."""
+    """Yield the matrix and the norm of a latent, which are replicated on each tensor-parallel rank."""
     matrices = linear(f"self_attn.{matrix}", outputs, hidden, bias=bias)
     for parameter in (*matrices, *norm(f"self_attn.{normed}", features, bias=False)):
         yield replace(parameter, inside=True)
@@ -95,7 +95,7 @@ def _wrong_shapes(config: Config) -> str | None:
 
 
 def _wrong_groups(config: Config, least: int) -> str | None:
-    """Return what is wrong with the groups of experts, of which each position uses some.
+    """Return the problem of the groups of experts, of which each position uses some; or None.
 
     Each has `least` experts or more.
     """

@@ -1,4 +1,4 @@
-"""Encoders with a decoder whose blocks also attend to what the encoder made: T5 and Whisper.
+"""Encoder-decoders, whose decoder blocks also attend to the encoder's output: T5 and Whisper.
 
 T5 (Raffel et al. 2020) reads text; Whisper (Radford et al. 2022) reads spectrograms.
 """
@@ -45,7 +45,7 @@ def _attention(name: str, config: Config) -> Parameters:
 
 
 def _feed_forward(config: Config) -> traits.FeedForward:
-    """Return what feed_forward_proj means: transformers' gated-gelu has the tanh form of GELU."""
+    """Return the activation that feed_forward_proj names; transformers' gated-gelu is the tanh form of GELU."""
     function = config["feed_forward_proj"]
     if function == "gated-gelu":
         return traits.FeedForward("gelu_new", gated=True)
@@ -121,7 +121,7 @@ def _whisper_parameters(layer: str, config: Config) -> Parameters:
 
 
 def _wrong(config: Config) -> str | None:
-    """Return what is wrong with the heads, which must divide the width."""
+    """Return the problem of the number of heads, which must divide the width; or None."""
     for stack in (_ENCODER, _DECODER):
         width, heads = config["d_model"], config[key := f"{stack}_attention_heads"]
         if isinstance(width, int) and isinstance(heads, int) and heads > 0 and width % heads:

@@ -11,7 +11,7 @@ from shardwright.types import EMBEDDING, HEAD, Parameter
 
 
 def _with_experts(dense: Family, experts: ExpertKeys, **facts: object) -> Family:
-    """Return the facts of a family whose blocks are another's, some of them with experts."""
+    """Return the facts of a family with another family's blocks, some of them with experts."""
     return replace(
         dense,
         runtime="experts:Sparse",

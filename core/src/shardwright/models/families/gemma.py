@@ -1,4 +1,4 @@
-"""Gemma 2 and 3 (Gemma team 2024, 2025), their language models: norms before and after each part.
+"""The language models of Gemma 2 and 3 (Gemma team 2024, 2025): norms before and after each part.
 
 Gemma 2 bounds attention scores and logits; Gemma 3 norms heads, bounds nothing, and has two bases of angles.
 """

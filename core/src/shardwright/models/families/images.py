@@ -1,4 +1,4 @@
-"""Classifiers of images: patches instead of tokens, and a class instead of the next token.
+"""Image classifiers: patches instead of tokens, and one class for each image.
 
 ViT (Dosovitskiy et al. 2021) asks a position of its own for the class; SigLIP's vision tower (Zhai et al. 2023) takes
 the mean of all patches.
@@ -46,7 +46,7 @@ def _patches(config: Config) -> int:
 
 
 def sides(size: int | Sequence[int]) -> tuple[int, int]:
-    """Return height and width; a single number gives both."""
+    """Return height and width; a single number is used for both."""
     if isinstance(size, int):
         return size, size
     height, width = size

@@ -53,7 +53,7 @@ def with_blocks(block: Layers) -> Layers:
 def _kin(
     stock: str, parameters: Layers = _parameters, torchtitan: traits.Torchtitan | None = None, **defaults: Any
 ) -> Family:
-    """Return the facts of a family by its stock model and what differs from Llama's."""
+    """Return the facts of a family from its stock model and its differences from Llama."""
     usual = {"attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu", "mlp_bias": False}
     return Family(
         model_type=stock.removesuffix("ForCausalLM").lower(),
@@ -97,13 +97,13 @@ def of_sliding(layer: str, config: Config) -> int | None:
 
 
 def in_all(_layer: str, config: Config) -> int | None:
-    """Return the window that all blocks have."""
+    """Return the attention window, which is the same for all blocks."""
     window: int | None = config["sliding_window"]
     return window
 
 
 def windowed(type_at: Callable[[Config, int], str], alike: bool = True) -> tuple[Stack, ...]:
-    """Return blocks of which some have a window, by layer_types or a rule; `alike`: they do not differ otherwise."""
+    """Return a stack in which some blocks have a window, by layer_types or a rule; `alike`: else they are equal."""
     return (Stack(types=(SLIDING, FULL), type_at=type_at, typed_by="layer_types", alike_within_window=alike),)
 
 
@@ -170,7 +170,7 @@ def _type_at(config: Config, index: int) -> str:
 
 
 def _window(config: Config) -> int | None:
-    """Return the window, for which transformers has a default if it is enabled."""
+    """Return the window if it is enabled; transformers has a default size."""
     return config.get("sliding_window", 4096) if config["use_sliding_window"] else None
 
 

@@ -1,4 +1,4 @@
-"""Llama 4 (Meta 2025), its language model: experts and a shared one, and every fourth block does not rotate."""
+"""The language model of Llama 4 (Meta 2025): routed and shared experts; every fourth block has no rotary positions."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,7 +30,7 @@ _EXPERTS = ExpertKeys(
 
 
 class _Blocks(Stack):
-    """Blocks for which one key lists those that rotate, and another those with experts."""
+    """Blocks for which one key lists those with rotary positions, and another those with experts."""
 
     def counted(self, layers: Sequence[str], config: Config) -> dict[str, Any]:
         """Return the number of blocks, and both lists."""
@@ -69,7 +69,7 @@ def _expert_parameters(config: Config) -> Parameters:
 
 
 def _wrong(config: Config) -> str | None:
-    """Return what is wrong with a list of blocks: not a list of numbers, or too short."""
+    """Return the problem of a list of blocks: not a list of numbers, or too short; or None."""
     for key, least in ((_ROTATING, config.get("num_hidden_layers")), (_EXPERT_BLOCKS, 0)):
         listed = config.get(key)
         if listed is not None and not (isinstance(listed, list | tuple) and all(isinstance(x, int) for x in listed)):

@@ -77,7 +77,7 @@ def vision_of(config: Config, kind: str) -> dict[str, Any]:
 
 
 def patches(vision: Config) -> int:
-    """Return the patches of an image."""
+    """Return the number of patches of an image."""
     side: int = vision["image_size"] // vision["patch_size"]
     return side * side
 
@@ -116,7 +116,7 @@ def embedding_parameters(prefix: str, kind: str, vision: Config) -> Parameters:
 
 
 def wrong_tower(kind: str, vision: Config) -> str | None:
-    """Return what is wrong with the keys of a vision tower."""
+    """Return the problem of a vision tower's keys, or None."""
     for key in (*_LENGTHS, *_SIDES):
         if not isinstance(vision[key], int) or isinstance(vision[key], bool) or vision[key] < 1:
             return f"{VISION}: {not_a_length(key, vision[key])}"
@@ -129,7 +129,7 @@ def wrong_tower(kind: str, vision: Config) -> str | None:
 
 
 def wrong_images(config: Config) -> str | None:
-    """Return what is wrong with the number of a sample's images."""
+    """Return the problem of the number of images of a sample, or None."""
     images = config[IMAGES]
     is_number = isinstance(images, int) and not isinstance(images, bool) and 1 <= images <= _MAX_IMAGES
     return None if is_number else f"{IMAGES} {images!r} is not a number from 1 to {_MAX_IMAGES}"
@@ -152,14 +152,14 @@ _TEXT_DEFAULTS = {
 
 
 class Tower(Stack):
-    """The blocks of a vision tower up to the one whose states are taken, and the projector after them."""
+    """The vision tower's blocks up to the one whose hidden states are used, and the projector after them."""
 
     def layers(self, config: Config) -> Sequence[str]:
         """Return the types of its blocks and of the projector."""
         return [TOWER] * self.taken(config) + [PROJECTOR]
 
     def numbers(self, config: Config) -> Sequence[Any]:
-        """Return the number of its blocks."""
+        """Return the number of the stack's blocks."""
         return (self.taken(config),)
 
     def taken(self, config: Config) -> int:
@@ -172,7 +172,7 @@ class Tower(Stack):
 
 
 def taken_blocks(config: Config) -> int:
-    """Return the number of the vision tower's blocks up to the one whose states are taken; the rest compute nothing."""
+    """Return the number of the vision tower's blocks up to the one whose states are used; later ones are not run."""
     blocks: int = _llava_tower(config)["num_hidden_layers"]
     taken: int = config[_LAYER]
     return taken if taken >= 0 else blocks + 1 + taken
@@ -229,7 +229,7 @@ def _llava_shapes(layer: str, config: Config) -> Config:
 
 
 def _wrong_llava(config: Config) -> str | None:
-    """Return what is wrong with the parts of a model, which are other families'."""
+    """Return the problem of a model's parts (text and vision configurations), or None."""
     if config.get(VISION) is None:
         return f"{VISION} is missing"
     text = part_of(config, TEXT).get("model_type", "llama")
@@ -303,7 +303,7 @@ _TOKENS = "mm_tokens_per_image"
 
 
 class _WholeTower(Tower):
-    """The blocks of the vision tower, and the projector after them."""
+    """All blocks of the vision tower, and the projector after them."""
 
     def taken(self, config: Config) -> int:
         """Return the number of blocks that are used: all of them."""
@@ -344,7 +344,7 @@ def _gemma3_shapes(layer: str, config: Config) -> Config:
 
 
 def _wrong_gemma3(config: Config) -> str | None:
-    """Return what is wrong with the parts of a model, which are other families'."""
+    """Return the problem of a model's parts (text and vision configurations), or None."""
     if config.get(VISION) is None:
         return f"{VISION} is missing"
     for key, known in ((TEXT, GEMMA3.model_type), (VISION, SIGLIP_TOWER)):

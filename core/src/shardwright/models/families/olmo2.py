@@ -1,4 +1,4 @@
-"""OLMo 2 (OLMo team 2024): norms behind attention and feed-forward, and of queries and keys across all heads."""
+"""OLMo 2 (OLMo team 2024): norms after attention and feed-forward, and of queries and keys across all heads."""
 
 from msgspec.structs import replace
 

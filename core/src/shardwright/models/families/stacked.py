@@ -1,8 +1,8 @@
-"""Families like Llama whose files hold several matrices as one: Baichuan, GLM 4, Phi 3.
+"""Families like Llama whose files store several matrices as one: Baichuan, GLM 4, Phi 3.
 
 Baichuan (Yang et al. 2023): the code published with it has one class a size. Which one a configuration is for shows in
 its keys: 13B has no max_position_embeddings and ALiBi's slopes, and only Baichuan 2 has a weight of a further loss, or
-its larger vocabulary. GLM 4 (GLM team 2024): norms before and behind each part, rotary positions for a share of the
+its larger vocabulary. GLM 4 (GLM team 2024): norms before and after each part, rotary positions for a share of the
 features. Phi 3, 3.5 and 4 (Abdin et al. 2024): dropouts, and rotary positions for a share of the features in some.
 """
 

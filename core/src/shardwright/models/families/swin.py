@@ -1,4 +1,4 @@
-"""Swin (Liu et al. 2021): stages of blocks that attend in windows of an image; between them, patches are merged."""
+"""Swin (Liu et al. 2021): stages of blocks with windowed attention, between which patches are merged."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -27,17 +27,17 @@ class _Pyramid(Stack):
         return list(chain.from_iterable(blocks + merge for blocks, merge in levels))[: sum(depths) + len(depths) - 1]
 
     def numbers(self, config: Config) -> Sequence[Any]:
-        """Return the numbers of blocks of the stages."""
+        """Return the number of blocks of each stage."""
         return tuple(config[self.counted_by])
 
     def counted(self, layers: Sequence[str], config: Config) -> dict[str, Any]:
-        """Return the key that lists the numbers of blocks, for as many stages as there are numbers of heads."""
+        """Return the configuration key with the numbers of blocks of each stage, for these layers."""
         bases = [base_type(layer) for layer in layers]
         return {self.counted_by: [bases.count(stage) for stage in STAGES[: len(config["num_heads"])]]}
 
 
 def level(layer: str, config: Config) -> int:
-    """Return how often patches were merged in what a type of layer hands on, or the head gets."""
+    """Return how many times patches were merged before the output of a type of layer, or before the head."""
     if layer in (EMBEDDING, HEAD):
         return 0 if layer == EMBEDDING else len(config["num_heads"]) - 1
     return STAGES.index(layer) if layer in STAGES else MERGES.index(layer) + 1
@@ -96,15 +96,13 @@ def _block(hidden: int, inner: int, heads: int, config: Config) -> Parameters:
 
 
 def _wrong(config: Config) -> str | None:
-    """Return what is wrong with the stages: their lists, heads that do not divide a width, patches without windows."""
+    """Return the problem of the stages: their lists, heads that do not divide a width, or window sizes; or None."""
     depths, heads = config["depths"], config["num_heads"]
     for key, listed in (("depths", depths), ("num_heads", heads)):
         if not isinstance(listed, list | tuple) or not all(is_length(each) for each in listed):
             return f"{key} {listed!r} is not a list of numbers, one for each stage"
     if len(depths) != len(heads) or not 1 <= len(depths) <= len(STAGES):
-        return (
-            f"depths and num_heads list {len(depths)} and {len(heads)} stages: both need as many, {len(STAGES)} at most"
-        )
+        return f"depths and num_heads list {len(depths)} and {len(heads)} stages: give as many, {len(STAGES)} at most"
     for key in ("image_size", "patch_size"):
         pair = config[key] if isinstance(config[key], list | tuple) else (config[key],) * 2
         if len(pair) != 2 or not all(is_length(each) for each in pair):

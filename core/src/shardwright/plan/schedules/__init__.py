@@ -1,1 +1,1 @@
-"""Schedules: the order of passes on each pipeline stage, what is in flight, and how long a step takes."""
+"""Schedules: the order of passes on each pipeline stage, the micro-batches in flight, and the time of a step."""

@@ -10,5 +10,5 @@ class GPipe(PipelineSchedule):
     name = Schedule.GPIPE
 
     def num_ahead(self, num_stages: int, num_microbatches: int, stage: int, num_chunks: int) -> int:
-        """Return the number of microbatches."""
+        """Return the number of forward passes ahead: all micro-batches."""
         return num_microbatches

@@ -9,7 +9,7 @@ from shardwright.types import Schedule
 
 
 class Interleaved1F1B(OneFOneB):
-    """The microbatches of a group go through chunk 0, then chunk 1 and so on, before the next group follows.
+    """Interleaved 1F1B: a group of micro-batches goes through chunk 0, then chunk 1 and so on, then the next group.
 
     Backward they go from the last chunk to the first. With one chunk it is 1F1B.
     """
@@ -17,7 +17,7 @@ class Interleaved1F1B(OneFOneB):
     name = Schedule.INTERLEAVED_1F1B
 
     def num_ahead(self, num_stages: int, num_microbatches: int, stage: int, num_chunks: int) -> int:
-        """Return two forward passes for each later stage, and a group for each chunk but the last.
+        """Return the number of forward passes ahead: two for each later stage, and a group for each chunk but the last.
 
         One pass for each later stage would do without sends, two hide them.
         """

@@ -5,7 +5,7 @@ from shardwright.types import Schedule
 
 
 class OneFOneB(PipelineSchedule):
-    """1F1B: a stage does as many forward passes ahead as there are later stages.
+    """1F1B: a stage runs as many forward passes ahead as there are later stages.
 
     Fewer microbatches than stages are possible.
     """
@@ -13,5 +13,5 @@ class OneFOneB(PipelineSchedule):
     name = Schedule.ONE_F_ONE_B
 
     def num_ahead(self, num_stages: int, num_microbatches: int, stage: int, num_chunks: int) -> int:
-        """Return the number of later stages."""
+        """Return the number of forward passes ahead: the number of later stages."""
         return num_stages - 1 - stage

@@ -1,4 +1,4 @@
-"""Passes through the layers of a pipeline stage: a schedule is an order of them, run by the runtime and simulated.
+"""Kinds of passes through a pipeline stage's layers; a schedule is an order of them.
 
 What sets one kind of pass apart stands in the table `Pass`, which schedules, the runtime, the simulator and the memory
 of a stage read. They ask a row for its facts rather than for its name.
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Pass(StrEnum):
-    """The kinds of passes of a microbatch through a layer range, in the order in which a microbatch makes them."""
+    """The kinds of passes of a micro-batch through a layer range, in the order in which a micro-batch makes them."""
 
     way: int
     """Which range receives its result: 1 the next range, -1 the previous one, 0 none."""
@@ -25,7 +25,7 @@ class Pass(StrEnum):
     BACKWARD = "backward", -1, "forward", True, 1
 
     def __new__(cls, name: str, way: int, needs: str | None, makes_gradients: bool, fill: int) -> "Pass":
-        """Make a row of the table."""
+        """Make a row of the table of passes."""
         row = str.__new__(cls, name)
         row._value_, row.way, row.needs, row.makes_gradients, row.fill = name, way, needs, makes_gradients, fill
         return row
@@ -41,7 +41,7 @@ class Action(NamedTuple):
 
 
 def middle(times: Sequence[float], during: Pass) -> Sequence[float]:
-    """Return the times of passes that only compute and add to gradients, if a step has such passes.
+    """Return the times of passes without communication of parameters or gradients, if a step has such passes.
 
     `times`: of one pass of each microbatch, in order. The first forward pass gathers, the first backward pass adds to
     nothing, the last one reduces.

@@ -1,4 +1,4 @@
-"""The interface of a schedule: what is needed to run, simulate, price and search plans with it."""
+"""The interface of a schedule: its order of passes and closed form, for running, simulating and searching."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from shardwright.types import Schedule
 
 
 class PipelineSchedule(ABC):
-    """An order of passes: some forward passes ahead, then one of each in turn, then the backward passes left.
+    """An order of passes: some forward passes ahead, then forward and backward in turn, then the remaining ones.
 
     On every edge between two stages, the one from the last to the first that joins chunks included, messages are sent
     in the order they are received in, and a chunk's last backward pass is that of the last microbatch.
@@ -29,7 +29,7 @@ class PipelineSchedule(ABC):
         return [range(num_microbatches)]
 
     def actions(self, num_stages: int, num_microbatches: int, stage: int, num_chunks: int = 1) -> tuple[Action, ...]:
-        """Return what a pipeline stage does in one step, in order.
+        """Return a pipeline stage's actions in one step, in order.
 
         Raises ValueError for several chunks where the schedule does not interleave them.
         """
@@ -50,6 +50,6 @@ class PipelineSchedule(ABC):
     def closed_forms(self, num_microbatches: int, num_chunks: int = 1) -> tuple[ClosedForm, ...]:
         """Return the coefficients of a step's time, which is the largest of them: T = sum A + (m - 1) max A + max U.
 
-        All microbatches go through the slowest stage, and one through all others before and behind it.
+        All microbatches go through the slowest stage, and one through all others before and after it.
         """
         return (ClosedForm(fill=1, steady=num_microbatches - 1),)

@@ -25,11 +25,11 @@ def collective_call(
     *,
     wait: bool = True,
 ) -> Callable[[], dist.Work | None]:
-    """A call for this rank's part of one collective of `message_bytes`, as `Collective` defines that size.
+    """Return a function that runs this rank's part of one collective of `message_bytes`.
 
     The numbers are float32 zeros: sums of them stay zeros however often they are repeated. A rank outside all groups
     does nothing. These are the calls that FSDP2 and the tensor-parallel layers make. They are complete, or queued on
-    the current stream, when they return; without `wait`, the collective goes on and its work handle is returned.
+    the current stream, when they return; without `wait`, the collective continues and its work handle is returned.
     """
     if kind.key.collective is Collective.P2P:
         return p2p_call(kind.groups, message_bytes, process_group, device)
@@ -53,7 +53,7 @@ def collective_call(
 def p2p_call(
     pairs: Groups, message_bytes: int, process_group: dist.ProcessGroup | None, device: torch.device
 ) -> Callable[[], None]:
-    """A call for this rank's part of a message of `message_bytes` from the first to the second of each pair.
+    """Return a function that sends or receives a message of `message_bytes` from the first to the second of each pair.
 
     `process_group` is that of this rank's pair; None if it has none.
     """
@@ -82,7 +82,7 @@ class Exchange(NamedTuple):
 def exchange_call(
     pairs: Groups, message_bytes: int, process_group: dist.ProcessGroup | None, device: torch.device
 ) -> Callable[[], Exchange | None]:
-    """A call that starts a message of `message_bytes` each way between both ranks of every pair.
+    """Return a function that starts messages of `message_bytes` in both directions between the ranks of every pair.
 
     It is a step of a ring of two ranks, made as ring attention makes it. `process_group` is that of this rank's pair;
     None if it has none.
@@ -104,14 +104,14 @@ def exchange_call(
 
 
 def _done(_: object) -> None:
-    """Drop what torch returns: these calls are complete, or queued on the current stream, when they return."""
+    """Discard torch's return value; these calls are complete, or queued on the current stream, when they return."""
 
 
 _REPEATS = 9
 
 
 def random_numbers(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Normal random numbers, the same at each call.
+    """Return normally distributed random numbers, the same at each call.
 
     A GPU switches fewer transistors for products of ones, so that it keeps a higher clock than it has in training.
     """
@@ -169,7 +169,7 @@ def point_tasks(session: Session, kinds: Sequence[CollectiveKind]) -> list[Itera
 
 
 def _done_before(session: Session, kinds: Sequence[CollectiveKind]) -> int:
-    """The number of kinds that a killed sweep had finished: all before the last one that it began."""
+    """Return the number of kinds that a killed measurement had finished: all before the last one that it began."""
     if any(isinstance(key, tuple) and key[0] in ("pair", "overlap") for key in session.journal.entries):
         return len(kinds)
     sizes = session.identity.sizes

@@ -1,4 +1,4 @@
-"""Slowdowns of a collective and a computation that run at once (only the ranks of a sweep import this).
+"""Slowdowns of a collective and a computation that run at the same time; only measuring ranks import this.
 
 Collectives are those of data parallelism, and sends as ring attention makes them: one each way at once. The clock of
 streams on CUDA devices never ran in a test, which have CPU ranks alone.
@@ -60,7 +60,7 @@ _Turn = tuple[Start | None, _Computation, int]
 
 
 def overlap_tasks(session: Session, kinds: Sequence[CollectiveKind]) -> list[Iterator[Task]]:
-    """Tasks that time each kind of collective overlapped with computations of several lengths.
+    """Return the tasks that time each kind of collective while overlapped with computations of several lengths.
 
     Each size up to 1 MiB is timed, and larger ones while a kind's share of the time lasts; sizes at which the kind was
     not timed alone are left out.
@@ -85,7 +85,7 @@ def _overlaps(session: Session, timer: "_Timer", kind: CollectiveKind) -> Iterat
 def _start_call(
     kind: CollectiveKind, message_bytes: int, group: dist.ProcessGroup | None, device: torch.device
 ) -> Start:
-    """A call that starts a collective; of sends each pair has one each way, as a step of a ring has."""
+    """Return a function that starts a collective; for p2p, a send in each direction, as in a step of a ring."""
     if kind.key.collective is Collective.P2P:
         return exchange_call(kind.groups, message_bytes, group, device)
     return collective_call(kind, message_bytes, group, device, wait=False)
@@ -131,7 +131,7 @@ class _Timer:
         return entries
 
     def _turns_s(self, turns: Sequence[_Turn], repeats: int) -> NDArray[Any]:
-        """The seconds on the slowest rank of each turn's computation and collective, if the turn has them.
+        """Return the seconds of each turn's computation and collective on the slowest rank, if the turn has them.
 
         [series, repeats] float64: turn by turn, the computation before the collective.
         """
@@ -160,12 +160,12 @@ class _Timer:
 
 
 def overlap_clock(device: torch.device) -> Clock:
-    """The clock of a device."""
+    """Return the clock for a device."""
     return _DeviceClock(device) if on_accelerator(device) else _CpuClock()
 
 
 class _CpuClock:
-    """A clock whose thread waits for the collective: not all of gloo's work reports when it is done."""
+    """A clock whose thread waits for the collective: not all of gloo's work reports its completion."""
 
     def __init__(self) -> None:
         self._waiter = ThreadPoolExecutor(max_workers=1)
@@ -187,7 +187,7 @@ def _arrived_at(work: dist.Work | Exchange) -> float:
 
 
 class _DeviceClock:
-    """A clock of events on the device; the collective runs on a separate stream, and a third stream waits for it."""
+    """A clock that uses device events; the collective runs on a separate stream, and a third stream waits for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -65,7 +65,7 @@ def _entries(session: Session, _: float) -> list[RateEntry]:
 
 
 def _layer(session: Session) -> Callable[[], None]:
-    """This rank's part of a layer."""
+    """Return a function that runs this rank's part of a layer."""
     device, groups = session.stopwatch.device, _groups(session.identity.cluster)
     group = session.process_groups.mine(groups) if groups else None
     side = _SIDES[device.type]

@@ -1,4 +1,4 @@
-"""The job of a sweep, its measurements as its journal keeps them, and the hardware profile that they make."""
+"""The job of a hardware measurement, its journal entries, and the profile made from them."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
@@ -48,7 +48,7 @@ class SweepIdentity(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def sizes(self) -> SizeRange:
-        """The range of message sizes."""
+        """Return the range of message sizes."""
         return SizeRange(self.min_bytes, self.max_bytes)
 
 
@@ -65,7 +65,7 @@ class SweepJob(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Progress(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="progress"):
-    """A message that something was measured; rank 0 writes it as a line of JSON."""
+    """A progress message; rank 0 writes it as a line of JSON."""
 
     step: int
     """Number of the sweep's current step, from 0."""
@@ -86,7 +86,7 @@ class StartEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
     @property
     def key(self) -> EntryKey:
-        """The name of this entry; a sweep has one of it."""
+        """Return the entry's name in the journal, which has one such entry."""
         return ("start",)
 
     def __str__(self) -> str:
@@ -94,14 +94,14 @@ class StartEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
 
 class RateEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="rate"):
-    """A rate of every rank's device, in rank order, while all of them work."""
+    """A rate of every rank's device, in rank order, while all ranks work."""
 
     name: str
     values: Annotated[tuple[_Positive, ...], Meta(min_length=1)]
 
     @property
     def key(self) -> EntryKey:
-        """The kind of entry and the name of the rate."""
+        """Return the entry's name in the journal: its kind and the name of the rate."""
         return ("rate", self.name)
 
     def __str__(self) -> str:
@@ -120,7 +120,7 @@ class PointEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
     @property
     def kind(self) -> CollectiveKey:
-        """The kind of message."""
+        """Return the kind of message."""
         return CollectiveKey.from_fields(self)
 
     @property
@@ -141,7 +141,7 @@ class PairEntry(PairRow, frozen=True, kw_only=True, forbid_unknown_fields=True, 
 
     @property
     def key(self) -> EntryKey:
-        """The kind of entry, the ranks and the size."""
+        """Return the entry's name in the journal: its kind, the ranks and the size."""
         return ("pair", self.source_rank, self.target_rank, self.message_bytes)
 
     def __str__(self) -> str:
@@ -183,7 +183,7 @@ JOURNAL: JournalKind[SweepIdentity, Entry] = JournalKind(
 
 
 def profile_of(identity: SweepIdentity, entries: Sequence[Entry], date: str) -> HardwareProfile:
-    """The hardware profile of these entries, in their order, with notes on suspicious measurements."""
+    """Return the hardware profile of these entries, in their order, with notes on suspicious measurements."""
     cluster = identity.cluster
     points = [entry for entry in entries if isinstance(entry, PointEntry)]
     rates = [entry for entry in entries if isinstance(entry, RateEntry)]

@@ -25,7 +25,7 @@ WARM_UP_REPEATS = 3
 
 
 class Stopwatch:
-    """A stopwatch for calls that every rank of the world makes; what it returns is the same on every rank."""
+    """A stopwatch for calls that every rank makes; it returns the same times on every rank."""
 
     def __init__(self, device: torch.device, heartbeat: Heartbeat | None = None) -> None:
         self.device, self._heartbeat = device, heartbeat
@@ -67,7 +67,7 @@ class Stopwatch:
         return times_s
 
     def budget(self, time_s: float) -> "Budget":
-        """A budget of `time_s` seconds from now."""
+        """Return a budget of `time_s` seconds from now."""
         return Budget(self, perf_counter(), time_s)
 
     def agreed(self, value: float) -> float:
@@ -92,7 +92,7 @@ class Stopwatch:
         return msgspec.json.decode(data.cpu().numpy().tobytes(), type=kind)
 
     def align(self) -> None:
-        """Wait until every rank is here with nothing left to do."""
+        """Wait until every rank is here and its device is idle."""
         if self._heartbeat is not None:
             self._heartbeat.begin(self.doing)
         dist.barrier()
@@ -100,7 +100,7 @@ class Stopwatch:
 
 
 class Budget(NamedTuple):
-    """A time limit that all ranks agree on."""
+    """A time limit on which all ranks agree."""
 
     stopwatch: Stopwatch
     started: float
@@ -112,7 +112,7 @@ class Budget(NamedTuple):
 
 
 class ProcessGroups:
-    """The process groups of this rank, each made when first asked for; all ranks of the world ask in one order."""
+    """The process groups of this rank, each created on first use; all ranks must ask for them in the same order."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -143,7 +143,7 @@ class ProcessGroups:
 
 
 class Session(NamedTuple):
-    """The state that the parts of a sweep share."""
+    """The state that the parts of a hardware measurement use together."""
 
     identity: SweepIdentity
     stopwatch: Stopwatch
@@ -152,7 +152,7 @@ class Session(NamedTuple):
 
     @property
     def min_repeats(self) -> int:
-        """The minimum number of repeats of a point."""
+        """Return the minimum number of repeats of a point."""
         return min(MIN_REPEATS, self.identity.max_repeats)
 
 
@@ -172,7 +172,7 @@ class Task(NamedTuple):
 
 
 def timed(session: Session, series: Sequence[Iterable[Task]], time_s: float) -> Iterator[tuple[int, Task, list[Entry]]]:
-    """Run series of tasks in about `time_s` seconds; all ranks of the world call this and get the same entries.
+    """Run series of tasks in about `time_s` seconds; all ranks call this and get the same entries.
 
     The series share the time evenly, and what one leaves over goes to those after it. What is known already is not
     timed again. Yields the number of the series, the task and its entries, which are in the journal when the next task

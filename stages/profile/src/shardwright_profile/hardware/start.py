@@ -92,7 +92,7 @@ def _check(options: HardwareOptions, cluster: Cluster, nodes: Nodes) -> None:
 
 @contextmanager
 def shown_progress() -> Iterator[Callable[[bytes], None]]:
-    """Yield a function that takes rank 0's lines of JSON and shows them on standard error."""
+    """Yield a function that shows rank 0's JSON lines as progress on standard error."""
     if not sys.stderr.isatty():
         yield _print_line
         return

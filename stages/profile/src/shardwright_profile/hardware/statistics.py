@@ -25,7 +25,7 @@ _OUTLYING = 3 * 1.4826
 
 
 def median_interval(times_s: ArrayLike) -> float:
-    """Half of the 95 % confidence interval of the median, over the median; 0 for one repeat.
+    """Return half of the 95 % confidence interval of the median, divided by the median; 0 for one repeat.
 
     The interval lies between two order statistics and assumes no distribution: the median of n independent times lies
     between the k-th smallest and the k-th largest with probability 1 - 2 P(B < k), B binomial of n and 1/2 (David and
@@ -63,7 +63,7 @@ def outliers(times_s: ArrayLike) -> NDArray[np.bool_]:
 
 
 def more_repeats(have: int, max_repeats: int, left_s: float, one_s: float) -> int:
-    """The number of repeats of the next round: half as many again, within time and `max_repeats`; 0 if none fits."""
+    """Return the number of repeats of the next round: half as many again, within time and limit; 0 if none fits."""
     return max(0, min(max_repeats - have, max(MIN_REPEATS, have // 2), int(left_s / one_s)))
 
 
@@ -113,7 +113,7 @@ def slow_ranks(profile: HardwareProfile, cluster: Cluster) -> tuple[str, ...]:
 
 
 def bad_links(profile: HardwareProfile, cluster: Cluster) -> tuple[str, ...]:
-    """A sentence for each pair that takes over 1.5 times the median of at least 3 comparable pairs.
+    """Return a sentence for each pair that takes over 1.5 times the median of at least 3 comparable pairs.
 
     Pairs are comparable if they have one message size, are equally far apart, between the same types of node, and all
     inside a node or all across nodes.

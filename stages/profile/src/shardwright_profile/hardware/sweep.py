@@ -57,7 +57,7 @@ class Workload(NamedTuple):
         return (self.warm_up_repeats + self.min_repeats) * once_s
 
     def estimate(self, kept: int, needed_s: float, given_s: float) -> str:
-        """The message before the sweep; `kept` is the number of measurements that are known."""
+        """Return the message before the measurement; `kept`: the number of measurements in the journal already."""
         counts = f"{len(self.points)} points, {len(self.pairs)} rounds of pairs, {len(self.overlap)} overlaps"
         resumed = f"; {kept} measurements of a killed sweep are kept" if kept else ""
         longer = ": the small sizes are timed all the same" if needed_s > given_s else ""
@@ -68,7 +68,7 @@ class Workload(NamedTuple):
 
 
 def sweep(session: Session, time_budget_s: float, say: Say) -> list[Entry]:
-    """Measure everything; all ranks of the world call this and get the same entries, in the same order.
+    """Measure everything; all ranks call this and get the same entries, in the same order.
 
     Each entry is in the journal before the next is measured; what is there already is not measured again.
     """
@@ -103,7 +103,7 @@ def _parts(
 
 
 def _workload(session: Session, plan: SweepPlan) -> Workload:
-    """The messages that are timed however short the budget is, except the ones in the journal."""
+    """Return the messages that are timed however short the budget is, except those in the journal."""
     sizes, find = session.identity.sizes, session.journal.find
 
     def always(kind: CollectiveKind) -> tuple[int, ...]:
@@ -137,7 +137,7 @@ def _calibrated(session: Session, plan: SweepPlan) -> Line:
 
 
 def _slowness(entry: Entry) -> float:
-    """The slowness by which the entry to be shown is chosen among several measured together."""
+    """Return the slowness by which one of several entries, measured together, is chosen to be shown."""
     match entry:
         case PairEntry():
             return entry.time_s

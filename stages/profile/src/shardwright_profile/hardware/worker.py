@@ -72,7 +72,7 @@ def _measure(job: SweepJob, stopwatch: Stopwatch) -> None:
 
 
 def _journal(job: SweepJob, rank: int, stopwatch: Stopwatch) -> Journal[SweepIdentity, Entry]:
-    """The journal that an earlier sweep left, as rank 0 finds it: only its node need have the file."""
+    """Return the journal of an earlier measurement, as rank 0 reads it: only its node needs the file."""
     path = journal_path(Path(job.out)) if rank == 0 else None
     kept: Kept[Entry] = JOURNAL.read(path, job.identity) if path is not None else Kept()
     return Journal(path, JOURNAL, job.identity, stopwatch.of_first(kept, Kept[Entry]))
@@ -86,7 +86,7 @@ def _write(job: SweepJob, entries: list[Entry]) -> None:
 
 
 def _device(identity: SweepIdentity) -> torch.device:
-    """The device of this rank; raises BadInput if it is not the one that the cluster names."""
+    """Return the device of this rank; raise BadInput if it is not the one that the cluster names."""
     cluster, local_rank = identity.cluster, int(os.environ["LOCAL_RANK"])
     wanted = cluster.of_rank(int(os.environ["RANK"]))
     if wanted.on_cpu:

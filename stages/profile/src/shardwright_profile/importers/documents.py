@@ -1,4 +1,4 @@
-"""The models and profiles that importers write: numbers with their sources, everything else absent."""
+"""Models and profiles that importers write: numbers with their sources; what is unknown is marked absent."""
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -54,7 +54,7 @@ def state_row(type_name: str, tp_size: int, parameter_bytes: Sourced) -> StateRo
 
 
 def noted(notes: Iterable[str]) -> str:
-    """The notes as a profile keeps them, one sentence a line; a file of defects is not repeated whole."""
+    """Return notes as a profile stores them, one sentence a line, each of limited length."""
     lines = [" ".join(note.split()) for note in notes]
     cut = [line if len(line) <= _MAX_CHARACTERS else f"{line[:_MAX_CHARACTERS]}..." for line in lines[:_MAX_NOTES]]
     left = len(lines) - len(cut)
@@ -83,7 +83,7 @@ def write_imported(out: Path, profile: HardwareProfile | ModelProfile) -> None:
 
 
 def weaker(first: Source, second: Source) -> Source:
-    """The one of two sources that promises less."""
+    """Return the less reliable of two sources."""
     return max(first, second, key=_WEAKNESS.index)
 
 
@@ -96,7 +96,7 @@ def imported_profile(
     layers: Iterable[LayerRow],
     states: Iterable[StateRow],
 ) -> ModelProfile:
-    """The profile of a model measured by another system through NCCL, on an unknown date."""
+    """Return the profile of a model measured by another system through NCCL, on an unknown date."""
     origin = ProfileOrigin(
         model=model.name,
         architecture_sha256=model.architecture_sha256,
@@ -111,7 +111,7 @@ def imported_profile(
 def profile_of(
     origin: ProfileOrigin, provenance: Provenance, layers: Iterable[LayerRow], states: Iterable[StateRow]
 ) -> ModelProfile:
-    """The profile with these rows; process and overhead are absent.
+    """Return the profile with these rows; process and overhead are absent.
 
     Curves go through what was measured only: points off a line would make it look better than it is.
     """
@@ -174,7 +174,7 @@ def halves(reduce: HardwarePoint) -> Iterator[HardwarePoint]:
 def hardware_profile(
     cluster: str, device: str, notes: Sequence[str], points: Sequence[HardwarePoint], overlap: OverlapRow | None = None
 ) -> HardwareProfile:
-    """The hardware profile with these points, one time each, and one overlap."""
+    """Return the hardware profile with these points, one time each, and one overlap."""
     ordered = sorted(points)
     return HardwareProfile(
         cluster=cluster,
@@ -225,7 +225,7 @@ def flat_model(
     parameters_bytes: Mapping[str, float],
     config: Mapping[str, object],
 ) -> Model:
-    """The model of these types, in order, each with one parameter that has the given bytes in float32.
+    """Return the model of these types, in order, each with one parameter of the given bytes in float32.
 
     `parameters_bytes` holds those of one layer of each type, of the embedding and of the head. Operations are counted
     as 2 a parameter and position, attention's own left out. Each layer communicates as Megatron's attention and MLP do

@@ -66,7 +66,7 @@ class FasopConstants(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class FasopGrowth(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The factors by which FASOP's source multiplies a layer's time at micro-batch 1, written there by hand."""
+    """Factors, hard-coded in FASOP's source, by which a layer's time grows from micro-batch 1."""
 
     citation: str
     factors: dict[str, dict[str, dict[str, Factors]]]
@@ -109,7 +109,7 @@ def read_fasop_times(file: Path) -> FasopTimes:
 
 
 def import_fasop(request: FasopRequest) -> ModelProfile:
-    """The profile of one model on one GPU; optimizer and overheads are absent, memory is estimated.
+    """Return the profile of one model on one GPU; optimizer and overheads are absent, memory is estimated.
 
     Raises BadInput if the table has no such model or GPU, or lacks a kind of layer, and if the description is of
     another length or of a family of which nothing is known.
@@ -146,7 +146,7 @@ def _cells(file: Path, line: int, cells: Sequence[str]) -> tuple[str, str, int, 
 
 
 def _times_by_type(request: FasopRequest, table: Kinds, tp_size: int) -> dict[str, Sourced]:
-    """The time of each of the model's types; what a kind adds to a plain layer belongs to the head."""
+    """Return the time of each of the model's types; the head gets what FASOP's kinds of layer add to a plain layer."""
     options = request.options
 
     def time_of(kind: str) -> float:
@@ -178,7 +178,7 @@ def _block_kinds(table: Kinds) -> tuple[str, ...]:
 
 
 def grown(factors: Mapping[int, float], size: int) -> float:
-    """The factor of a micro-batch size, as FASOP's source has it.
+    """Return the factor of a micro-batch size, as in FASOP's source.
 
     Sizes below the first that has a factor take as long as one sample, those above the last grow in proportion, and
     those between two take the factor of the smaller one in proportion.
@@ -204,7 +204,7 @@ def _rows(request: FasopRequest, tp_size: int, times: Mapping[str, Sourced]) -> 
 
 
 def _memory(request: FasopRequest, strategy: LayerStrategy, size: int) -> Iterator[Sourced]:
-    """Yield activations and workspace, which FASOP counts by a formula: they are estimated from the model's shapes."""
+    """Yield activations and workspace, estimated from the model's shapes; FASOP computes them by a formula."""
     precision = request.options.formats
     for value in estimate_memory(request.model, strategy.type, strategy, size, precision, Attention.EAGER):
         yield Sourced(value, Source.ANALYTIC)
@@ -315,7 +315,7 @@ def _between(nodes: int, a_node: int, bytes_per_s: float) -> Iterator[documents.
 
 
 def _sharing(key: CollectiveKey, a_node: int) -> float:
-    """The ratio of what leaves each node to what a rank sends; in an all-to-all a part of it stays inside."""
+    """Return the bytes that leave each node divided by the bytes that a rank sends; an all-to-all is partly local."""
     if key.collective is Collective.ALL_TO_ALL:
         return a_node * (key.group_size - key.ranks_per_node) / (key.group_size - 1)
     return a_node / key.ranks_per_node

@@ -1,4 +1,4 @@
-"""Layers that are bound by kernel launches on the host: sharding them further makes nothing faster."""
+"""Layers that are bound by kernel launches on the host: sharding them further does not make them faster."""
 
 from collections.abc import Iterable, Iterator
 
@@ -19,7 +19,7 @@ FASOP's layers 33 to 59 us at every tp_size, however much there is to compute.
 
 
 def launch_notes(model: Model, rows: Iterable[LayerRow]) -> Iterator[str]:
-    """Yield a sentence for each type of layer that is bound by its launches and is scaled to what was not measured."""
+    """Yield a sentence for each type of layer that is bound by launches and scaled to sizes that were not measured."""
     known = list(rows)
     for name in block_types(model):
         kernels, alike = block_kernels(model.types[name]), [row for row in known if row.type == name]
@@ -37,12 +37,12 @@ def launch_notes(model: Model, rows: Iterable[LayerRow]) -> Iterator[str]:
 
 
 def _span(values: Iterable[float]) -> str:
-    """The ends of some values, rounded to whole ones."""
+    """Return the smallest and the largest value in words, rounded."""
     ordered = sorted(values)
     return " to ".join(dict.fromkeys(f"{value:.0f}" for value in (ordered[0], ordered[-1])))
 
 
 def _where(rows: Iterable[LayerRow]) -> str:
-    """The columns in which these rows were measured."""
+    """Return, in words, the columns in which these rows were measured."""
     known, columns = list(rows), ("micro_batch_size", "tp_size", "sequence_length")
     return ", ".join(f"{name} {_span(getattr(row, name) for row in known)}" for name in columns)

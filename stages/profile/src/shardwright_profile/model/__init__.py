@@ -1,1 +1,1 @@
-"""Model profiles: probes, their measured times and memory, and the curves through these."""
+"""Model profiles: probes, their measured times and memory, and curves fitted to them."""

@@ -45,7 +45,7 @@ def context_rows(
 
 
 def context_notes(rows: Sequence[ContextRow]) -> Iterator[str]:
-    """Yield a sentence on each check."""
+    """Yield a sentence on each check of derived context-parallel times."""
     for row in rows:
         ratios = f"{row.forward_ratio:.3g} times the derived forward time, {row.backward_ratio:.3g} times the backward"
         length = f"{row.sequence_length} tokens on {row.cp_size} ranks"
@@ -64,7 +64,7 @@ def _measured(pair: LayerPair) -> tuple[Duration, Duration]:
 def _derived_s(
     pair: LayerPair, key: LayerKey, quantity: Quantity, layers: Sequence[LayerRow], fits: Sequence[FitRow]
 ) -> float:
-    """A time as derived for a plan: the part's own time, and the time of attention to the other parts."""
+    """Return a time as derived for a plan: the part's own time, and the time of attention to the other parts."""
     strategy = key.without("micro_batch_size", "sequence_length")
     curve = next(
         (fit for fit in fits if fit.mode is FitMode.JOINT and fit.quantity is quantity and fit.key == strategy), None

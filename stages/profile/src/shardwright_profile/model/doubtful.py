@@ -31,7 +31,7 @@ def falling_times(layers: Iterable[LayerRow]) -> Iterator[str]:
 
 
 def uncertain_times(probes: Sequence[ProbeResult], layers: Iterable[LayerRow]) -> Iterator[str]:
-    """Yield a sentence on what was measured again, if anything, and one for each time with an error over a fifth."""
+    """Yield a sentence on repeated measurements, if any, and one for each time with an error over a fifth."""
     again = {probe.in_turns: probe.measured_again for probe in probes if probe.in_turns}
     if any(again.values()):
         times = f"up to {max(again.values())} times" if max(again.values()) > 1 else "once"

@@ -24,7 +24,7 @@ _LEAST = 0.01
 
 
 class TwoParts(NamedTuple):
-    """Rows of experts, and of the rest of their layers, for expert parallelism."""
+    """Rows of experts, and rows of their layers without them, for expert parallelism."""
 
     experts: tuple[ExpertRow, ...]
     rests: tuple[LayerRow, ...]
@@ -36,7 +36,7 @@ def fit_experts(
     layers: Sequence[LayerRow],
     apart: Sequence[LayerRow],
 ) -> TwoParts:
-    """The rows of both parts, at the speed of `probe`; none if no experts were measured in isolation.
+    """Return the rows of both parts, at the speed of `probe`; none if no experts were measured in isolation.
 
     `layers`: rows of whole layers; `apart`: of those whose ranks have all experts each, for positions of their own.
     """
@@ -77,7 +77,7 @@ def _expert_rows(
 
 
 def _rests(model: Model, experts: Sequence[ExpertRow], layers: Iterable[LayerRow]) -> Iterator[LayerRow]:
-    """Yield the remainder of layers without their experts; in these probes each rank has all experts."""
+    """Yield the rows of layers without their experts; in these probes each rank has all experts."""
     for row in layers:
         if (kind := model.types[row.type].experts) is UNSET:
             continue
@@ -92,7 +92,7 @@ def _layout(row: LayerRow) -> Layout:
 
 
 def _at(experts: Sequence[ExpertRow], key: ExpertKey, rows: int) -> LayerFigures[float]:
-    """The figures of experts at a number of rows, interpolated between measured ones."""
+    """Return the figures of experts at a number of rows, interpolated between measured ones."""
     points = sorted((row for row in experts if row.key.without("rows") == key), key=lambda row: row.rows)
     columns = zip(*(row.figures for row in points), strict=True)
     sizes = [row.rows for row in points]
@@ -101,9 +101,9 @@ def _at(experts: Sequence[ExpertRow], key: ExpertKey, rows: int) -> LayerFigures
 
 
 def _left(row: LayerRow, experts: LayerFigures[float], plain: LayerFigures[float]) -> LayerFigures[Sourced]:
-    """The remainder of a layer's figures without its experts'.
+    """Return a layer's figures minus its experts' figures.
 
-    Beside the workspace of experts lies what is computed again: without theirs, that of the rest is left.
+    The workspace of experts coexists with recomputed activations; the rest's workspace is what remains.
     """
     whole = row.figures
     times = [

@@ -57,7 +57,7 @@ class ZeroRates(NamedTuple):
 
 
 def fit_profile(measurements: Sequence[tuple[Path, Measurement]]) -> ModelProfile:
-    """The profile that the probes determine; points are kept as measured, but for `with_replays`.
+    """Return the profile that the probes determine; points are stored as measured, except for `with_replays`.
 
     The same probes give the same profile, in whatever order their files come. Raises BadInput, naming the probes, if
     they cannot be compared, if one is missing, and if noise hides the cost of a layer.
@@ -136,12 +136,12 @@ def _end_rows(probes: Sequence[ProbeResult]) -> Iterator[LayerRow]:
 
 
 def _measured(value: float, error: float = 0.0) -> Sourced:
-    """A measured number with its standard error."""
+    """Return a measured number with its standard error."""
     return Sourced(value, Source.MEASURED, error)
 
 
 def _process(probes: Sequence[ProbeResult], line: OptimizerLine) -> ProcessRow:
-    """The largest process, and what of a step is neither layers nor reduction nor per parameter."""
+    """Return the row of the largest process, and the overhead of a step that no other row explains."""
     overhead_s = max(0.0, median(_unexplained_s(probe) for probe in probes))
     return ProcessRow(
         process_bytes=max(probe.process_bytes for probe in probes),
@@ -174,9 +174,9 @@ def parameter_parts(probe: ProbeResult) -> int:
 
 
 def fit_optimizer_line(probes: Sequence[ProbeResult]) -> OptimizerLine:
-    """The least-squares line through the optimizer times of all probes whose coefficients are not negative.
+    """Return the least-squares line through the optimizer times of all probes, with non-negative coefficients.
 
-    Where the free line has a negative coefficient, the best line with that one at zero is taken, which is the optimum
+    If the free line has a negative coefficient, the best line with that one at zero is taken, which is the optimum
     under the constraint (Lawson & Hanson 1974), so that no layer's optimizer time is ever negative.
     """
     sizes = [float(_rank_parameters(probe)) for probe in probes]
@@ -194,11 +194,11 @@ def fit_optimizer_line(probes: Sequence[ProbeResult]) -> OptimizerLine:
 
 
 def fit_states(pairs: Sequence[LayerPair], line: OptimizerLine, zero: ZeroRates | None = None) -> tuple[StateRow, ...]:
-    """One row per tp_size and layer type.
+    """Return one row per tp_size and layer type with its bytes and optimizer time.
 
     A block's bytes are the difference of its probes, the most over strategies and micro-batch sizes. What the layers
     leave over is split between embedding, head and types of which probes have one layer, by their numbers of
-    parameters, or of trained ones. Time of the gradient reduction is shared out by gradient bytes. Probes under Ulysses
+    parameters, or of trained ones. Time of the gradient reduction is divided by gradient bytes. Probes under Ulysses
     are left out: their parameters are not split by tp_size.
     """
     usable = [pair for pair in pairs if not axes_of(pair.few.plan.layers[0]).exchanges_heads]
@@ -250,7 +250,7 @@ def _reduction_ranks(probes: Sequence[ProbeResult]) -> int:
 
 
 def _reduction_s_per_byte(probes: Sequence[ProbeResult]) -> float:
-    """The slope of the least-squares line through zero of the probes' reduction times, at least zero.
+    """Return the slope, at least zero, of the least-squares line through zero of the probes' reduction times.
 
     A time is the difference of two backward passes, so single ones may be negative from noise.
     """
@@ -284,7 +284,7 @@ def _state_bytes(
 
 
 def _rank_parameters(probe: ProbeResult) -> int:
-    """The number of parameters that the optimizer of one rank updates; tied ones count once."""
+    """Return the number of parameters that the optimizer of one rank updates; tied ones count once."""
     model = probe.plan.model
     split = parameter_parts(probe)
     all_parameters = sum(model.types[name].trained_count(split) for name in (EMBEDDING, *model.layers, HEAD))
@@ -297,7 +297,7 @@ def _tied_parameters(model: Model, parts: int) -> int:
 
 
 def zero_rates(probes: Sequence[ProbeResult]) -> ZeroRates | None:
-    """The rates, or None if a probe is missing; gathers are relative to the otherwise equal DDP probe.
+    """Return the rates of ZeRO's messages, relative to the otherwise equal DDP probe; None if a probe is missing.
 
     The first gather of each pass is spared, for the pass before ended with that layer (`gathers_spared`).
     """
@@ -318,7 +318,7 @@ def zero_rates(probes: Sequence[ProbeResult]) -> ZeroRates | None:
 
 
 def _plain_microbatch_s(zero3: ProbeResult, probes: Sequence[ProbeResult]) -> float | None:
-    """The probe's microbatch time under DDP: the shortest probe's, and what each longer one takes more."""
+    """Return the micro-batch time of a ZeRO-3 probe's layers under DDP, from DDP probes of different lengths."""
     alike = [probe for probe in probes if probe.data_parallel is DataParallel.DDP and probe.key == zero3.key]
     if not alike:
         return None

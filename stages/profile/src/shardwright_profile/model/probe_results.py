@@ -41,12 +41,12 @@ class Repeats(NamedTuple):
         return max(map(median_of, self.ranks))
 
     def beyond(self, other: "Repeats") -> Duration:
-        """Its additional time compared with the other, round by round, each on its slowest rank."""
+        """Return the additional time compared with the other probe, round by round, each on its slowest rank."""
         slowest = max(zip(self.ranks, other.ranks, strict=True), key=lambda pair: sum(map(median, pair)))
         return paired_difference(slowest[1], slowest[0])
 
     def scaled(self, by: float) -> "Repeats":
-        """The repeats multiplied by a factor."""
+        """Return the repeats multiplied by a factor."""
         return Repeats(tuple(tuple(by * time_s for time_s in rank) for rank in self.ranks))
 
 
@@ -60,7 +60,7 @@ class SegmentCost(NamedTuple):
 
 
 class ProbeResult(NamedTuple):
-    """The result of one measured probe; times are medians of the slowest rank, bytes those of the fullest rank."""
+    """The result of one measured probe; times are medians on the slowest rank, bytes those on the fullest rank."""
 
     file: Path
     plan: Plan
@@ -112,7 +112,7 @@ class ProbeResult(NamedTuple):
 
 
 def read_probes(measurements: Sequence[Measured]) -> tuple[ProfileOrigin, Provenance, tuple[ProbeResult, ...]]:
-    """The origin that all measurements share, their provenance, and their probes by key and layer counts.
+    """Return the common origin of all measurements, their provenance, and their probes by key and layer counts.
 
     A machine's speed drifts from probe to probe: all times are scaled to the median speed. The speed at a probe is the
     median of it and its neighbours, so that a momentary disturbance spoils no difference of two probes.
@@ -169,7 +169,7 @@ def _origin(measurement: Measurement, measured: PlanMeasurement) -> ProfileOrigi
 
 
 def _reference_s(measured: Sequence[PlanMeasurement], place: int) -> float:
-    """The time of the reference workload around the plan at a place.
+    """Return the time of the reference workload around the plan at an index.
 
     For plans that were stepped in turns it is the median over the steps of all, the same for each of them; else the
     median of the plan and its neighbours.
@@ -275,7 +275,7 @@ def layer_pairs(probes: Sequence[ProbeResult]) -> tuple[LayerPair, ...]:
 
 
 def seconds_per_layer(pair: LayerPair, quantity: str, repeats_of: Callable[[ProbeResult], Repeats]) -> Duration:
-    """The seconds of one layer; BadInput names both probes if the longer was not slower: no layer is free.
+    """Return the seconds of one layer; raise BadInput, naming both probes, if the longer was not slower.
 
     For probes that were stepped in turns it is the median over the rounds, else the difference of two medians.
     """
@@ -292,7 +292,7 @@ def _difference(few: Duration, many: Duration) -> Duration:
 
 
 def bytes_per_layer(pair: LayerPair, quantity: str, bytes_of: Callable[[ProbeResult], int]) -> int:
-    """The bytes of one layer, rounded up; BadInput names both probes if the longer one held less."""
+    """Return the bytes of one layer, rounded up; raise BadInput, naming both probes, if the longer one held less."""
     few_bytes, many_bytes = bytes_of(pair.few), bytes_of(pair.many)
     if many_bytes < few_bytes:
         raise _noisy(pair, quantity, f"{few_bytes} bytes", f"{many_bytes} bytes")

@@ -58,17 +58,17 @@ class Probes(NamedTuple):
 
     @property
     def document(self) -> Plans:
-        """The document of the plans to measure."""
+        """Return the document that lists the plans to measure."""
         experts, context = self.experts or UNSET, self.context or UNSET
         return Plans(plans=self.plans, in_turns=self.in_turns, experts=experts, context=context)
 
 
 def make_probes(models: Sequence[Model], cluster: Cluster, node_type: str, settings: ProfileSettings) -> Probes:
-    """The probes of a model on one node of `node_type`, all of whose devices take part.
+    """Return the probes of a model on one node of `node_type`, which use all its devices.
 
     `models` are descriptions of one model at each length of the settings, its own first. For each strategy, length and
     micro-batch size: one plan with `settings.layers[0]` layers of every block type, and one for each block type with
-    `settings.layers[1]` layers of it. Of a type that hands on another shape than it receives, each has one. With the
+    `settings.layers[1]` layers of it. Of a type that passes on another shape than it receives, each has one. With the
     most of every type, one under ZeRO-2 and one under ZeRO-3. For each of `cp_sizes` as many as for a strategy. Raises
     BadInput when the lengths are others, or no strategy fits model and node.
     """
@@ -167,7 +167,7 @@ def _apart(
 ) -> Iterator[Plan]:
     """Yield probes of layers in which each rank has all experts and different positions.
 
-    Without what their experts take, they cost what a layer does beside experts that ranks share out, whatever its
+    Without what their experts take, they cost what a layer does beside experts that ranks shard, whatever its
     tensor parallelism. Of a rank alone the other probes are such.
     """
     model = models[0]
@@ -188,7 +188,7 @@ def _with_all_experts(layer: LayerStrategy, model: Model) -> LayerStrategy:
 def _expert_probes(
     models: Sequence[Model], settings: ProfileSettings, fitting: Sequence[Strategy]
 ) -> Iterator[ExpertProbe]:
-    """Yield the probes of experts: recomputation repeats all of them, or what is between products, or nothing."""
+    """Yield the probes of experts: without recomputation, and with each kind that recomputes experts."""
     kinds = [kind for kind in _EXPERT_KINDS if kind in settings.recompute or kind is Recompute.NONE]
     if Recompute.MLP in settings.recompute and Recompute.FULL not in kinds:
         kinds.append(Recompute.FULL)
@@ -210,7 +210,7 @@ def is_apart(plan: Plan) -> bool:
 
 
 def no_probe(plan: Plan) -> str | None:
-    """Why a measured plan is not a probe, or None if it is one."""
+    """Return why a measured plan is not a probe, or None if it is one."""
     if len(plan.stages) != 1:
         return f"it has {len(plan.stages)} pipeline stages"
     if len(plan.cluster.nodes) != 1:
@@ -240,7 +240,7 @@ def layer_counts(model: Model) -> dict[str, int]:
 
 
 def with_layers(model: Model, counts: Mapping[str, int]) -> Model:
-    """The model with `counts` layers of each block type, which keep the order they have in the model.
+    """Return the model with `counts` layers of each block type, in the model's order.
 
     Layers that the model does not have follow the last one of their type.
     """
@@ -254,7 +254,7 @@ def with_layers(model: Model, counts: Mapping[str, int]) -> Model:
 
 
 def _in_turns(plans: Sequence[Plan], context: Sequence[ContextProbe]) -> Iterator[tuple[int, ...]]:
-    """Yield the places of all probes of a key, in their order: the shortest one comes first."""
+    """Yield the indices of all probes of a key, in their order: the shortest one comes first."""
     by_key: dict[tuple[LayerKey, bool, int], list[int]] = {}
     cp_sizes = {probe.plan: probe.cp_size for probe in context}
     for place, plan in enumerate(plans):
@@ -265,7 +265,7 @@ def _in_turns(plans: Sequence[Plan], context: Sequence[ContextProbe]) -> Iterato
 def _zero_probes(
     model: Model, node: Cluster, settings: ProfileSettings, fitting: Sequence[Strategy]
 ) -> tuple[Plan, ...]:
-    """The probes under ZeRO: widest data parallelism, the model's own length, the smallest micro-batch."""
+    """Return the probes under ZeRO: widest data parallelism, the model's own length, the smallest micro-batch."""
     widest = max(fitting, key=lambda strategy: layout_of(strategy).samples.size)
     if layout_of(widest).samples.size == 1:
         return ()

@@ -1,4 +1,4 @@
-"""Times of recomputation: all kinds share one forward time, and their backward passes replay a part of it."""
+"""Times of recomputation: all kinds have the same forward time, and their backward passes repeat parts of it."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import hypot
@@ -23,7 +23,7 @@ def mean_of(durations: Sequence[Duration]) -> Duration:
 
 
 def with_replays(rows: Iterable[LayerRow]) -> Iterator[LayerRow]:
-    """Yield the rows of blocks with one forward time for all kinds of recomputation, and no replay that takes no time.
+    """Yield the rows of blocks with one forward time for all kinds of recomputation, and no recomputation for free.
 
     All kinds run the same forward pass: its time is the mean over them. Full recomputation repeats that pass, so its
     time stands in, marked derived, if noise hides the repetition. Other kinds repeat a part of it: their backward
@@ -38,7 +38,7 @@ def with_replays(rows: Iterable[LayerRow]) -> Iterator[LayerRow]:
 
 
 def _with_replay(row: LayerRow, plain: LayerRow) -> LayerRow:
-    """A row whose backward pass includes a recomputation, as far as noise allows it to be told from the plain row's."""
+    """Return a row whose backward pass includes recomputation, corrected if noise hides it."""
     replay = Duration(row.backward_s - plain.backward_s, hypot(row.backward_error_s, plain.backward_error_s))
     if row.recompute is Recompute.FULL and replay.median_s <= LIKELY * replay.error_s:
         replay = Duration(row.forward_s, row.forward_error_s)

@@ -1,6 +1,6 @@
-"""Layers that no probe contains twice, such as patch merging between stages: the rest of a probe's time is theirs.
+"""Layers that occur only once in each probe, such as patch merging between stages: their time is the remainder.
 
-They hand on another shape than they receive, so that none can follow itself. A key's shortest probe has one of each.
+They pass on another shape than they receive, so that none can follow itself. A key's shortest probe has one of each.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,8 +30,8 @@ _TIMES: dict[str, Callable[[ProbeResult], Repeats]] = {
 def rest_rows(pairs: Sequence[LayerPair]) -> Iterator[LayerRow]:
     """Yield a row for each type that occurs once in probes, under each key.
 
-    Times are what the shortest probe takes beyond its other layers, shared out by operations. Where noise hides that,
-    it takes as long for an operation as the layer before it does. Memory is shared out by the size of what is handed
+    Times are what the shortest probe takes beyond its other layers, divided by operations. If noise hides that,
+    it takes as long for an operation as the layer before it does. Memory is divided by the size of what is handed
     on. The workspace is the shortest probe's.
     """
     for alike in _by_key(pairs):
@@ -71,7 +71,7 @@ def _by_key(pairs: Sequence[LayerPair]) -> Iterator[list[LayerPair]]:
 
 
 def _times(alike: Sequence[LayerPair], name: str) -> Iterator[Duration]:
-    """Yield forward and backward time of a layer."""
+    """Yield the forward and the backward time of a layer."""
     model = alike[0].few.plan.model
     operations = {each: model.types[each].forward_flops_per_sample for each in (*model.reshaping, *model.layers)}
     before = model.layers[model.layers.index(name) - 1]
@@ -86,7 +86,7 @@ def _times(alike: Sequence[LayerPair], name: str) -> Iterator[Duration]:
 
 
 def _rest(alike: Sequence[LayerPair], quantity: str) -> Duration:
-    """What a key's shortest probe takes beyond the layers that other probes have more of."""
+    """Return the time of a key's shortest probe minus that of the layers of which other probes have more."""
     few, repeats_of = alike[0].few, _TIMES[quantity]
     whole = repeats_of(few).slowest
     pairs = [p for p in alike if quantity != _BACKWARD or few.plan.model.types[p.type].has_backward]

@@ -1,4 +1,4 @@
-"""Choices of the user's own as plans: `tp=8,pp=4,mbs=1,zero=1`, a file of another system, or a rule.
+"""The user's own choices as plans: `tp=8,pp=4,mbs=1,zero=1`, a file of another system, or a rule of thumb.
 
 A rule of thumb is what people choose without a search. ZeRO-1 and ZeRO-2 are both Megatron-LM's distributed optimizer,
 as a plan has it: one reduce-scatter and one all-gather a step.
@@ -46,7 +46,7 @@ _SPLITS = {"0": SequenceParallel.NONE, "1": SequenceParallel.MEGATRON}
 
 
 def reading_of(text: str, setting: Setting) -> Reading:
-    """Return the plan of a choice that a text spells, or of the file that it names.
+    """Return the plan that a text such as `tp=8,pp=4` describes, or the plan of a file of another system.
 
     Raises BadInput where its numbers do not divide one another, and for what no plan has.
     """
@@ -64,7 +64,7 @@ def reading_of(text: str, setting: Setting) -> Reading:
 
 
 def _text_of(path: Path) -> str:
-    """Return the text of a file; BadInput where it is none in UTF-8, or holds control characters."""
+    """Return the text of a file; raise BadInput if it is not UTF-8 or contains control characters."""
     try:
         content = read_bytes(path, _MAX_BYTES).decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError:
@@ -75,7 +75,7 @@ def _text_of(path: Path) -> str:
 
 
 def _usual_split(model: Model) -> SequenceParallel:
-    """Return Megatron-LM's sequence parallelism, which does nothing without tensor parallelism.
+    """Return Megatron-LM's sequence parallelism, which has no effect without tensor parallelism.
 
     None where layers take whole sequences, as those of Swin with windows of an image do.
     """
@@ -84,7 +84,7 @@ def _usual_split(model: Model) -> SequenceParallel:
 
 
 def _pairs(text: str, setting: Setting) -> UniformStrategy:
-    """Return the choice of `tp=8,pp=4`; zero 3 reduces each microbatch's gradients, as FSDP keeps shards of them.
+    """Return the choice of a text such as `tp=8,pp=4`; zero=3 reduces the gradients of each micro-batch, as FSDP.
 
     Without etp ranks share the features of each expert as those of the rest, as in Megatron-LM.
     """
@@ -113,7 +113,7 @@ def _pairs(text: str, setting: Setting) -> UniformStrategy:
 
 
 def _context(text: str, pairs: Mapping[str, str]) -> ContextParallel:
-    """Return how positions attend to those of other ranks; with cp=1 there are none."""
+    """Return the kind of context parallelism; there is none with cp=1."""
     if "context" in pairs and _count(text, pairs, "cp") == 1:
         raise BadInput(f"--against {text}", "context without cp above 1", "give cp, or leave context out")
     kind: ContextParallel = _one_of(text, "context", pairs.get("context", ContextParallel.GATHER.value), _CONTEXT)
@@ -133,7 +133,7 @@ def _one_of(text: str, name: str, value: str, values: Mapping[str, Any]) -> Any:
 
 
 class Rule(NamedTuple):
-    """A rule of thumb."""
+    """A rule of thumb for choosing a plan."""
 
     choices: Callable[[Question], Iterator[str]]
     """Choices, as a user writes them, that the rule tries, in order; the first that fits is taken."""
@@ -172,7 +172,7 @@ def _shapes(question: Question, tp_sizes: Sequence[int]) -> Iterator[str]:
 
 
 def _from_table(question: Question) -> Iterator[str]:
-    """Yield the row of the next larger model, with its micro-batch and then ever smaller ones."""
+    """Yield the row of the next larger model in the table, with its micro-batch size and then smaller ones."""
     parameters = question.model.parameter_count
     _, tp_size, pp_size, largest = next((row for row in _TABLE if row[0] >= parameters), _TABLE[-1])
     yield from (f"tp={tp_size},pp={pp_size},mbs={size},recompute=full" for size in (16, 8, 4, 2, 1) if size <= largest)

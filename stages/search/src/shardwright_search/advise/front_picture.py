@@ -1,4 +1,4 @@
-"""Fronts of the time of a step: against memory, or against what a billion tokens cost."""
+"""Pictures of Pareto fronts: step time against memory, or against the cost of a billion tokens."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -13,7 +13,7 @@ _HEIGHT, _TOP, _BOTTOM, _LEFT, _RIGHT = 300.0, 30.0, 250.0, 80.0, 40.0
 
 
 class Axis(Enum):
-    """What the time is drawn against."""
+    """The quantity on the other axis of the front: memory or cost."""
 
     MEMORY = "memory of the fullest GPU"
     PRICE = "price of a billion tokens"
@@ -23,7 +23,7 @@ class Axis(Enum):
         return bytes_text(int(value)) if self is Axis.MEMORY else usd_text(value)
 
     def chart(self, high: float, end: float, count: int) -> ChartAxis:
-        """Return the axis up to a value."""
+        """Return an axis from 0 to a value."""
         if self is Axis.MEMORY:
             return bytes_axis(high, _LEFT, end, count)
         return linear_axis(0, high, _LEFT, end, usd_text, count)

@@ -1,4 +1,4 @@
-"""Context parallelism in advice: the degrees that are searched for long samples, and the lengths that price them."""
+"""Context parallelism in `advise`: the degrees that are searched for long samples, and the lengths to estimate."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -26,7 +26,7 @@ def searched_cp_sizes(model: Model, devices: int) -> tuple[int, ...]:
 
 
 def priced_lengths(length: int, searched: Iterable[int], choices: Iterable[str]) -> tuple[int, ...]:
-    """Return the shares of a length that searched degrees, and those of choices such as `tp=8,cp=2`, leave a rank.
+    """Return the lengths of a rank's share of a sample, for searched degrees and for choices such as `tp=8,cp=2`.
 
     A choice may be another system's file, or its arguments.
     """
@@ -35,7 +35,7 @@ def priced_lengths(length: int, searched: Iterable[int], choices: Iterable[str])
 
 
 def _asked_sizes(choice: str) -> Iterator[int]:
-    """Yield the degrees that a choice names, or the file that it is."""
+    """Yield the context-parallel degrees in a choice, or in the file that it names."""
     if (match := _CP_SIZE.search(choice)) is not None:
         yield int(match[1])
         return

@@ -30,7 +30,7 @@ ROWS = "Rows are pipeline stages, columns are layers. Pictures grow when they ar
 
 
 def advice_page(advice: Advice, gpus: str, budgets: Sequence[Outcome]) -> str:
-    """Return the whole page: the advice on `gpus`, and the outcomes for `SHARES` of the budget."""
+    """Return the page of an answer, with the outcomes for `SHARES` of the memory budget."""
     asked = Sized.of_answer(advice.question, advice.answer)
     plans = [((name, words), numbers, False) for name, words, *numbers in plan_rows(advice.question, advice.plans)]
     sections = [
@@ -60,7 +60,7 @@ def first_line(asked: Sized) -> str:
 
 
 def answer_part(sized: Sized) -> str:
-    """Return what a plan yields, in tiles, with its words and what is proven of it."""
+    """Return the plan's speed, memory and cost in tiles, with its description and what is proven about it."""
     question, plan, estimate = sized.question, sized.plan, sized.estimate
     share, price = model_flops_utilization(plan, estimate.simulated_step_time_s), usd_per_billion_tokens(plan, estimate)
     tiles = [
@@ -98,7 +98,7 @@ def plan_part(sized: Sized) -> str:
 
 
 def budgets_part(outcomes: Sequence[Outcome]) -> str:
-    """Return the front of memory against time, of the outcomes by budget, of which the last one was asked."""
+    """Return the front of step time against memory, for outcomes by budget, of which the last has the full budget."""
     points = [
         Point(each.estimate.memory_bytes, each.estimate.simulated_step_time_s, plan_words(each.plan), not each.stopped)
         if isinstance(each, Sized)
@@ -109,14 +109,14 @@ def budgets_part(outcomes: Sequence[Outcome]) -> str:
 
 
 def front_part(points: Sequence[Point | None], chosen: int, axis: Axis) -> str:
-    """Return the picture of a front; words where no plan is known."""
+    """Return the picture of a front, or a sentence if no plan is known."""
     if not any(points):
         return "<p>No plan is known for any of these.</p>"
     return html_drawings(partial(draw_front, points, chosen, axis))
 
 
 def _counts(outcomes: Sequence[Outcome]) -> str:
-    """Return of which budgets no plan is known, in words."""
+    """Return, in words, the budgets for which no plan is known."""
     reasons = [escape(each) for each in outcomes if isinstance(each, str)]
     late = [share for share, each in zip(SHARES, outcomes, strict=True) if each is None]
     shares = ", ".join(f"{share:.0%}" for share in late)

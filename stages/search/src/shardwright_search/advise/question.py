@@ -1,4 +1,4 @@
-"""The search that `shardwright advise` makes of its options, by shapes and published figures alone."""
+"""The search that `shardwright advise` makes of its options, from shapes and published figures only."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -60,7 +60,7 @@ _GPUS = re.compile(r"(?:(\d{1,6})x)?(\d{1,6}):([^+]+)")
 
 
 class Machines(NamedTuple):
-    """The nodes that the user asks about, and assumptions on each node type, by its key in the table of devices."""
+    """The nodes that the user asks about, and the assumptions on each node type by its key in the device table."""
 
     cluster: Cluster
     devices: dict[str, Device]
@@ -101,14 +101,14 @@ class Question(NamedTuple):
 
     @property
     def setting(self) -> Setting:
-        """Return what plans of the user's choices share with those that are searched."""
+        """Return the settings that plans of the user's choices have in common with searched plans."""
         request = self.request
         assert isinstance(request.global_batch_size, int)
         settings = request.precision, request.optimizers[0], request.attention, request.compile, request.loss_chunks
         return Setting(self.model, self.cluster, request.global_batch_size, *settings)
 
     def left_bytes(self, plan: Plan, estimate: Estimate) -> tuple[int, ...]:
-        """Return the bytes that a plan leaves of the budget of a rank of each stage; negative where it does not fit."""
+        """Return the unused bytes of the budget of a rank of each stage; negative if the plan does not fit."""
         return tuple(-over for over in over_bytes(plan, estimate, self.budgets))
 
     def fits(self, plan: Plan, estimate: Estimate) -> bool:
@@ -125,7 +125,7 @@ class Question(NamedTuple):
 
     @property
     def budget_words(self) -> str:
-        """Return the budget of a GPU in words."""
+        """Return the memory budget of a GPU in words."""
         if len(self.budgets) == 1:
             return f"{next(iter(self.budgets.values())) / GIB:.1f} GiB a GPU"
         return " and ".join(f"{size / GIB:.1f} GiB of {name}" for name, size in self.budgets.items())
@@ -143,9 +143,9 @@ def question_of(options: AdviseOptions) -> Question:
     _, attention = attention_of(runtime, Attention.AUTO)
     _check_precision(options.precision, machines)
     if options.base is not None and model.trained_count == model.parameter_count:
-        raise BadInput("--base", f"{options.base} is of frozen parameters, and all are trained", "give --lora, too")
+        raise BadInput("--base", f"{options.base} is for frozen parameters, but all are trained", "give --lora, too")
     if options.precision == FP8 and attention is Attention.EAGER:
-        raise BadInput("--attention", "eager is not estimated beside fp8", "take flash2 or flash3")
+        raise BadInput("--attention", "eager attention is not estimated with fp8", "take flash2 or flash3")
     batch = options.batch or _usual_batch(model, machines.cluster)
     unsaid: tuple[str, ...] = (
         () if options.batch else (f"batch: {batch} samples, about 4 Mi tokens a step as published runs took (--batch)",)
@@ -205,7 +205,7 @@ def _is_text(model: Model) -> bool:
 
 
 def _runtimes(options: AdviseOptions, model: Model, machines: Machines) -> tuple[Runtime, Runtime | None]:
-    """Return the runtime that is assumed, and as it runs experts in its other way, plain or tuned, if it has one."""
+    """Return the assumed runtime, and its variant that exchanges experts' rows in the other way, if it has one."""
     plain = options.assumed_of(SHARDWRIGHT if options.target is None else SYSTEMS[options.target].runtime)
     mxfp8 = options.precision == FP8 and all(device.mxfp8 for device in machines.devices.values())
     tuned = plain.tuned(mxfp8) if any(kind.experts is not UNSET for kind in model.types.values()) else None
@@ -219,7 +219,7 @@ def _runtimes(options: AdviseOptions, model: Model, machines: Machines) -> tuple
 
 
 def _formats_assumed(options: AdviseOptions) -> Iterator[str]:
-    """Yield what is assumed of the number formats of states."""
+    """Yield sentences on the assumed number formats of parameters and optimizer states."""
     if options.formats.parameters != "float32" and options.parameters is None:
         yield "parameters, gradients and the optimizer's states in bfloat16, as runs of --lora have them (--parameters)"
     if options.base is not None:
@@ -239,7 +239,7 @@ def _check_precision(asked: str, machines: Machines) -> None:
 
 
 def _usual_batch(model: Model, cluster: Cluster) -> int:
-    """Return the samples of about `_USUAL_TOKENS` tokens that all devices divide: one or more for each of them."""
+    """Return a batch of about `_USUAL_TOKENS` tokens that is a multiple of the number of devices."""
     return cluster.num_devices * max(1, round(_USUAL_TOKENS / model.sequence_length / cluster.num_devices))
 
 
@@ -251,7 +251,7 @@ def _profiles(
     table: DeviceTable,
     runtime: Runtime,
 ) -> Profiles:
-    """Return profiles that are estimated for the nodes of one type, of a model at its length and at further ones."""
+    """Return estimated profiles for one node type, of a model at its sequence length and at further lengths."""
     batch = request.global_batch_size
     assert isinstance(batch, int)
     settings = ProfileSettings(
@@ -302,7 +302,7 @@ def _config_file(path: Path) -> Path:
 
 
 def config_notes(options: AdviseOptions) -> tuple[str, ...]:
-    """Return a line for each thing that the user must know of how the model's config.json is read."""
+    """Return notes on how the model's config.json was read, one line each."""
     if options.model in (presets := read_presets()):
         return read_config(presets[options.model].config, options.model, options.taken_as).notes
     file = _config_file(Path(options.model))
@@ -315,7 +315,7 @@ def config_notes(options: AdviseOptions) -> tuple[str, ...]:
 
 
 def machines_of(options: AdviseOptions, table: DeviceTable) -> Machines:
-    """Read `--gpus`, and what is said of the GPUs besides; raises BadInput naming the option at fault."""
+    """Read `--gpus` and the options about GPUs; raise BadInput naming the option at fault."""
     texts = options.gpus.split("+")
     groups = tuple(group_of(text, table) for text in texts)
     written = sorted({text.rpartition(":")[2] for text in texts})
@@ -324,7 +324,7 @@ def machines_of(options: AdviseOptions, table: DeviceTable) -> Machines:
     for node_type, _, per_node in groups:
         if sizes.setdefault(node_type, per_node) != per_node:
             problem = f"nodes of {sizes[node_type]} and of {per_node} {node_type}"
-            raise BadInput("--gpus", problem, "give the nodes of a type as many GPUs each")
+            raise BadInput("--gpus", problem, "give all nodes of a type the same number of GPUs")
     if sum(nodes * per_node for _, nodes, per_node in groups) > MAX_DEVICES:
         raise BadInput("--gpus", f"{options.gpus} are too many", f"give 1 to {MAX_DEVICES} GPUs")
     if options.price_per_gpu_hour is not None and len(sizes) > 1:
@@ -368,7 +368,7 @@ class _TypeFigures(NamedTuple):
 
 
 def _node_type(options: AdviseOptions, table: DeviceTable, key: str, per_node: int) -> _TypeFigures:
-    """Return a node type by its device, with budget and price as given or by default."""
+    """Return a node type by its device, with memory budget and price as given or by default."""
     name, device = device_named(table, key, "--gpus")
     if device.memory_bytes is None:
         raise BadInput("--gpus", f"the table has no memory of {key}", "choose another device")
@@ -394,7 +394,7 @@ def _node_type(options: AdviseOptions, table: DeviceTable, key: str, per_node: i
 
 
 def _network(options: AdviseOptions, key: str, figures: _TypeFigures) -> tuple[NodeRates, str]:
-    """Return the rates at which a node sends, and who says so."""
+    """Return the rates at which a node sends, and their source."""
     if options.inter_node_gbit_s is not None:
         return node_rates(options.inter_node_gbit_s), f"{options.inter_node_gbit_s} Gbit/s a node (given)"
     device, per_node = figures.device, figures.node_type.devices_per_node

@@ -1,4 +1,4 @@
-"""An answer for people: the plan, what it yields, memory by category, other plans, and the user's own choices."""
+"""The printed answer of `advise`: the plan, its speed, memory by category, other plans, and the user's choices."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -53,7 +53,7 @@ class PricedChoice(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """The answer to a question, with what stands beside it."""
+    """The answer to a question, with runners-up, rules of thumb and the user's choices."""
 
     question: Question
     answer: SearchAnswer
@@ -70,13 +70,13 @@ class Advice(NamedTuple):
 
     @property
     def lines(self) -> list[str]:
-        """Return the answer in lines: the plan, what it yields, what is proven, and what starts it elsewhere."""
+        """Return the answer in lines: the plan, its speed, what is proven, and how to start it in another system."""
         lines = list(_answer(self))
         return lines if self.within is None else [*lines, *_starts(self.within)]
 
     @property
     def plans(self) -> list[tuple[Plan, Estimate, str]]:
-        """Return the best plan, its runners-up and those of rules, each with its name."""
+        """Return the best plan, its runners-up and the plans of rules, each with its name."""
         plan, evaluation = self.answer.chosen
         beside = [] if self.simple is None else [("fastest", self.simple.fastest), ("uniform", self.simple.uniform)]
         beside += [("runner-up", other) for other in self.answer.runners_up]
@@ -90,7 +90,7 @@ class Advice(NamedTuple):
 
     @property
     def assumed(self) -> list[str]:
-        """Return what is assumed, a line each."""
+        """Return the assumptions, one line each."""
         limits = () if self.within is None else _limits_of(self.question, self.within.target)
         warnings = _assumptions(self.answer.chosen.evaluation.warnings)
         return [*self.question.assumed, *limits, MFU_COUNTS, *warnings]
@@ -132,7 +132,7 @@ def plan_words(plan: Plan) -> str:
 
 
 def _answer(advice: Advice) -> Iterator[str]:
-    """Yield the lines of the answer: the plan, what it yields, what is proven, and batch sizes that yield much more."""
+    """Yield the lines of the answer: the plan, its speed, what is proven, and batch sizes that are much faster."""
     question, answer, batches, within = advice.question, advice.answer, advice.batches, advice.within
     model, plan, estimate = question.model, answer.chosen.plan, answer.chosen.evaluation.estimate
     budgets = f", within {question.budget_words}" if len(question.budgets) > 1 else ""
@@ -165,7 +165,7 @@ def _answer(advice: Advice) -> Iterator[str]:
 
 
 def _in_short(question: Question, plan: Plan, estimate: Estimate) -> str:
-    """Return the answer in a sentence that needs no knowledge of plans: whether it fits, how long and how dear."""
+    """Return a sentence that needs no knowledge of plans: whether the model fits, how long it takes, and the cost."""
     free_bytes, share_free = headroom(plan, estimate)
     device_bytes = free_bytes / share_free if free_bytes else float(estimate.memory_bytes)
     fits = memory_range(device_bytes - free_bytes)[1] <= device_bytes
@@ -179,7 +179,7 @@ def _in_short(question: Question, plan: Plan, estimate: Estimate) -> str:
 
 
 def verdict(plan: Plan, estimate: Estimate) -> str:
-    """What the fullest GPU is going to hold, as a range, and what to set where that is near its memory."""
+    """Return the expected memory of the fullest GPU as a range, and an allocator setting if memory is tight."""
     free_bytes, share_free = headroom(plan, estimate)
     device_bytes = free_bytes / share_free if free_bytes else float(estimate.memory_bytes)
     held_bytes = device_bytes - free_bytes
@@ -200,7 +200,7 @@ def _yields(question: Question, plan: Plan, estimate: Estimate) -> list[str]:
 
 
 def ways_of_experts(question: Question, plan: Plan) -> Iterator[str]:
-    """Yield what a plan takes if its runtime runs experts in its other way, plain or tuned."""
+    """Yield the step time of a plan if its runtime exchanges experts' rows in the other way, plain or tuned."""
     if question.other is None or (plan.layers[0].experts is UNSET and plan.layers[-1].experts is UNSET):
         return
     plain, tuned = (question.other, question.profiles) if question.is_tuned else (question.profiles, question.other)
@@ -222,7 +222,7 @@ TUNED_FLAGS = (
 
 
 def _cost_of_limits(answer: SearchAnswer, within: Within) -> str:
-    """Return how many times as long as the best of all plans the answer's takes, in words."""
+    """Return, in words, the ratio of the answer's step time to that of the best of all plans."""
     name = within.target.title
     if within.unlimited is None:
         return f"what the limits of {name} cost is not known: no other plan was found in time (--time-limit)"
@@ -236,21 +236,21 @@ def _cost_of_limits(answer: SearchAnswer, within: Within) -> str:
 
 
 def _starts(within: Within) -> Iterator[str]:
-    """Yield how the plan is started in the system that it is for."""
+    """Yield the commands that start the plan in the system that it is for."""
     yield f"to start it in {within.target.title}, on each node ({', '.join(within.started.files)}: --launch FOLDER):"
     yield f"  {within.started.command}"
     yield from (f"  {note}" for note in within.started.notes)
 
 
 def _limits_of(question: Question, target: Entry) -> Iterator[str]:
-    """Yield what is searched of a system, and where it is read."""
+    """Yield which of a system's plans are searched, and the source of its limits."""
     ways = "; or ".join(way.words for way in target.limits(question.model, question.request.precision))
     yield f"{target.version} runs: {ways}"
     yield from (f"{target.version}: {source}" for source in target.sources)
 
 
 def _proofs(advice: Advice) -> Iterator[str]:
-    """Yield what is proven of the answer, and the fastest plan and the best one of one strategy where they differ."""
+    """Yield what is proven, and the fastest plan and the best plan of one strategy if they differ from the answer."""
     answer, simple = advice.answer, advice.simple
     proven = _proven(answer, advice.within)
     if simple is None or simple.fastest.plan == answer.chosen.plan:
@@ -291,7 +291,7 @@ def _not_searched(question: Question, answer: SearchAnswer) -> Iterator[str]:
 
 
 def _context_not_searched(question: Question) -> Iterator[str]:
-    """Yield the context parallelism that no plan of the search has: more of it, and what the runtime does not do."""
+    """Yield the context parallelism that is not searched: larger degrees, and what the runtime does not support."""
     most, lacking = max(question.request.cp_sizes), tuple(left_out(question.request, question.model, question.cluster))
     if lacking:
         yield from lacking
@@ -316,7 +316,7 @@ def _layer_counts(plan: Plan) -> str:
 
 
 def memory_rows(question: Question, plan: Plan, estimate: Estimate) -> list[tuple[str, str, str, str]]:
-    """Return the categories of memory of a rank of the fullest stage: name, GiB, share, and what makes it less."""
+    """Return the memory categories of a rank of the fullest stage: name, GiB, share, and what reduces it."""
     _, number = _fullest(question, plan, estimate)
     stage = estimate.stages[number]
     terms = sorted(stage.memory_terms_bytes.items(), key=lambda term: -term[1])
@@ -365,7 +365,7 @@ def _plans_table(question: Question, plans: Sequence[tuple[Plan, Estimate, str]]
 
 
 def _against(question: Question, plan: Plan, estimate: Estimate, choice: PricedChoice) -> Iterator[str]:
-    """Yield lines on a choice against the best plan: time, memory, what differs, and the terms that gain the most."""
+    """Yield lines that compare a choice with the best plan: time, memory, differences, and the terms that gain most."""
     yield f"against {choice.name}" + (f": {choice.source}" if choice.source else "")
     _, other, there, _ = choice
     lacks = -min(question.left_bytes(other, there))
@@ -389,5 +389,5 @@ def _against(question: Question, plan: Plan, estimate: Estimate, choice: PricedC
 
 
 def _assumptions(warnings: Iterable[str]) -> Iterator[str]:
-    """Yield the warnings of a prediction but those that repeat how far estimates were off."""
+    """Yield the warnings of a prediction, without those that only repeat that nothing was measured."""
     yield from (warning for warning in warnings if "nothing was measured" not in warning)

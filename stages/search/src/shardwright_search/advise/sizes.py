@@ -1,4 +1,4 @@
-"""Answers beside the one that was asked: for less memory, and for more or fewer GPUs, as many as time allows."""
+"""Answers for smaller memory budgets, and for more or fewer GPUs, as many as time allows."""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -25,7 +25,7 @@ Searched = Callable[[Question, float], SearchAnswer | Infeasible]
 
 
 class Sized(NamedTuple):
-    """The best plan for one column and budget, and what is known of others."""
+    """The best plan for one cluster and memory budget, and what is proven about it."""
 
     question: Question
     plan: Plan
@@ -36,7 +36,7 @@ class Sized(NamedTuple):
 
     @classmethod
     def of_answer(cls, question: Question, answer: SearchAnswer) -> "Sized":
-        """Return an answer without what the search has made on its way."""
+        """Return the plan of an answer, without the state of its search."""
         plan, evaluation = answer.chosen
         gap = answer.optimum_s / answer.bound_s - 1 if answer.bound_s else None
         return cls(question, plan, evaluation.estimate, gap, answer.stopped)
@@ -47,7 +47,7 @@ Outcome = Sized | str | None
 
 
 def outcomes_by_budget(asked: Sized, search: Searched, deadline: float) -> list[Outcome]:
-    """Return the outcome for each of `SHARES` of the budget that is known at a deadline or Ctrl-C; else None."""
+    """Return the outcomes for `SHARES` of the budget; None for those not known at the deadline or at Ctrl-C."""
     known = dict[float, Outcome]()
     with suppress(KeyboardInterrupt):
         for share, outcome in _budgets(asked.question, asked, search, deadline):
@@ -74,12 +74,12 @@ def outcomes_by_cluster(
 
 
 def clusters_near(options: AdviseOptions) -> tuple[str, ...]:
-    """Return the GPUs that were asked, and multiples and parts of them for which there are figures, ascending."""
+    """Return the requested GPUs, and multiples and parts of them for which there are figures, ascending."""
     return tuple(dict.fromkeys(gpus for factor in _FACTORS for gpus in _resized(options, factor)))
 
 
 def _resized(options: AdviseOptions, factor: float) -> Iterator[str]:
-    """Yield the nodes times a factor, or fewer GPUs of a single node; nothing where there are no figures of them."""
+    """Yield the nodes times a factor, or fewer GPUs of a single node, if there are figures for them."""
     groups, table = options.gpus.split("+"), read_devices()
     scaled = [text for each in groups if (text := _scaled(group_of(each, table), factor, may_split=len(groups) == 1))]
     if len(scaled) == len(groups):
@@ -90,7 +90,7 @@ def _resized(options: AdviseOptions, factor: float) -> Iterator[str]:
 
 
 def _scaled(group: tuple[str, int, int], factor: float, *, may_split: bool) -> str | None:
-    """Return a group of nodes with a multiple of them, or with a part of one node's GPUs; None: there is neither."""
+    """Return a node group with a multiple of its nodes, or a part of one node's GPUs; None if that is impossible."""
     device, nodes, per_node = group
     if (nodes * factor).is_integer():
         return f"{int(nodes * factor)}x{per_node}:{device}"

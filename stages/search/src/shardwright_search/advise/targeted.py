@@ -1,4 +1,4 @@
-"""The best plan of those that another system runs, proven among them, beside the best of all plans."""
+"""The best plan that another system can run, with its proof, and the best of all plans for comparison."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ from shardwright_search.systems.registry import SYSTEMS, TUNED
 
 
 class Started(NamedTuple):
-    """What starts a plan in another system."""
+    """The files and the command that start a plan in another system."""
 
     command: str
     """Command of each node."""
@@ -31,7 +31,7 @@ class Started(NamedTuple):
 
 
 class Within(NamedTuple):
-    """A system that an answer is for, what starts the answer's plan there, and the best plan without its limits."""
+    """Another system's best plan, the files that start it there, and the best plan without that system's limits."""
 
     target: Entry
     started: Started
@@ -40,7 +40,7 @@ class Within(NamedTuple):
 
 
 def started(system: System, plan: Plan, tuned: bool = False) -> Started:
-    """Return what starts a plan; BadInput names the first thing of the plan that the system cannot express.
+    """Return the files and the command that start a plan; raise BadInput for what the system cannot express.
 
     `tuned`: experts run as its recipes for speed run them.
     """
@@ -55,7 +55,7 @@ def started(system: System, plan: Plan, tuned: bool = False) -> Started:
 def best_for(
     system: System, question: Question, tell: Callable[[str], None], limit_s: float
 ) -> SearchAnswer | Infeasible:
-    """Return the best plan of those that a system runs in any of its ways; what is proven is proven of all of them.
+    """Return the best plan that a system runs in any of its ways; the proof covers all ways.
 
     Each way has an equal share of the time that is left. Raises StoppedEarly where no plan was found in time, and
     BadInput where the system runs no plan of the model on these devices.
@@ -74,16 +74,16 @@ def planned_for(
     tell: Callable[[str], None],
     limit_s: float | None,
 ) -> SearchAnswer | Infeasible:
-    """Return the best plan of a request's space that a system runs in any of its ways; `given` as to `find_best`.
+    """Return the best plan of a request's space that a system can run; `given` as for `find_best`.
 
-    Raises as `best_for`, and BadInput naming the request's file for what of it the system decides.
+    Raises as `best_for`, and BadInput naming the request's file for settings that the system decides itself.
     """
     model, cluster, _, file = given
     ways = _ways(system, model, request.precision)
     try:
         requests = [(way, way.restricted(request, model, cluster.num_devices)) for way in ways]
     except ValueError as error:
-        raise BadInput(file, str(error), "leave them out beside --for") from None
+        raise BadInput(file, str(error), "leave them out with --for") from None
     return _best_of_ways(system, requests, given, tell, limit_s)
 
 

@@ -1,4 +1,4 @@
-"""Models without facts, which the stage that trains, where it is installed, describes by a trace of their class."""
+"""Models without facts: described by a trace of their class if the train stage is installed."""
 
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -17,19 +17,19 @@ _NEEDED = ("torch", "transformers")
 
 
 def is_traced(config: Config) -> bool:
-    """Return whether nothing is known of the model_type of a config.json, and what can trace it is installed."""
+    """Return whether a config.json's model_type has no facts and the train stage, which traces it, is installed."""
     installed = entry_points(group=_GROUP, name=_STAGE) and all(map(find_spec, _NEEDED))
     unknown = isinstance(config.get("model_type"), str) and not is_known(config)
     return unknown and not has_images(config) and bool(installed)
 
 
 def traced_model(file: Path, config: Config, name: str, sequence_length: int | None) -> Model:
-    """Return what `train describe` says of a config.json; raises BadInput as that does, and for a missing length."""
+    """Return the description of a config.json by the train stage; raise BadInput as that does, or without a length."""
     if file.name != "config.json":
         raise BadInput(file, "has a model_type without facts, of which a trace reads a folder", "name it config.json")
     sequence_length = sequence_length or stated_length(config)
     if sequence_length is None:
-        raise BadInput("--seq", f"{file} does not say how long samples are", "give it, in tokens")
+        raise BadInput("--seq", f"{file} does not state the sample length", "give it, in tokens")
     (stage,) = entry_points(group=_GROUP, name=_STAGE)
     app: CommandLine = stage.load()
     with TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""What would make a model fit that does not: more memory or nodes, other formats, LoRA, shorter samples, less batch."""
+"""Changes that make a model fit: more memory or nodes, other number formats, LoRA, shorter samples, less batch."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,7 +48,7 @@ class _Way(NamedTuple):
 
 
 def ways_out(options: AdviseOptions, question: Question, lacking: Infeasible, search: Search) -> Iterator[str]:
-    """Yield a line for each way: what fits and what a step then takes, what it brings, or that there was no time.
+    """Yield a line for each change: the plan that then fits and its step time, what is still missing, or no time.
 
     Each search has `_EACH_S`, and all together `_LIMIT_S` or the asked time limit, in CPU seconds. If no way is enough,
     several together have as much time again.
@@ -116,7 +116,7 @@ def _more_gpus(asked: AdviseOptions, question: Question) -> Iterator[tuple[str, 
 
 
 def _ways(asked: AdviseOptions, question: Question, folder: Path) -> Iterator[_Way]:
-    """Yield the ways that the options leave open."""
+    """Yield the changes that the options leave open."""
     if asked.uniform:
         yield _Way("another strategy for each layer", (("without --uniform", {"uniform": False}),))
     if asked.parameters is None and asked.formats.parameters == "float32" and asked.precision == "bfloat16":
@@ -168,7 +168,7 @@ def _found(question: Question, search: Search, deadline: float) -> SearchAnswer 
 
 
 def _brings(outcome: SearchAnswer | Infeasible | BadInput, lacking: Infeasible) -> str:
-    """Return what a change brings, in words: a plan with its time, or how much less is missing."""
+    """Return the effect of a change in words: a plan with its time, or how much less memory is missing."""
     if isinstance(outcome, BadInput):
         return f"not possible: {outcome}"
     if isinstance(outcome, Infeasible):
@@ -183,7 +183,7 @@ def _brings(outcome: SearchAnswer | Infeasible | BadInput, lacking: Infeasible) 
 
 
 def _by_recomputing(question: Question, lacking: Infeasible, search: Search, deadline: float) -> str:
-    """Return what the leanest plan spares by recomputation, which it has already, as it has the least micro-batches."""
+    """Return how much memory recomputation saves in the leanest plan, which uses it already."""
     counted = "recomputation and micro-batches of one sample are in the leanest plan already"
     left_s = left(deadline) or 0.0
     if left_s <= 0 or not lacking.exact:
@@ -268,7 +268,7 @@ def _fewest_by_states(question: Question, nodes: int) -> int:
 
 
 def _states_beyond_budget(question: Question) -> int:
-    """Return the bytes that a rank lacks for the states of the leanest optimizer; 0: none."""
+    """Return by how many bytes a rank's states exceed the budget with the leanest optimizer; 0: they fit."""
     given = question.model, question.cluster, question.profiles, Path("--gpus")
     each = (space_of(one, *given) for one in of_each_optimizer(question.request))
     return min(states_beyond_budget(space.instance) for space in each)

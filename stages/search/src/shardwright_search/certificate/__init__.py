@@ -1,1 +1,1 @@
-"""Certificates of a search's bound: how they are made, and how they are checked without the search."""
+"""Certificates of a search's bound: making them, and checking them without a search."""

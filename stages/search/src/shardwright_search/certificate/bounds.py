@@ -39,7 +39,7 @@ Run = tuple[int, ...]
 
 
 class Chain(NamedTuple):
-    """A configuration, and what follows from it; a layout's number may also be a class of tied parameters."""
+    """A configuration as a chain of layers; the index of a layout may also stand for a class of tied parameters."""
 
     problem: Problem
     size: int
@@ -114,7 +114,7 @@ def _longest_ps(problem: Problem) -> float:
 
 
 def phases_of(chain: Chain, stage: int) -> list[tuple[int, bool, bool]]:
-    """Return the phases in which a stage may hold the most.
+    """Return the phases in which a stage's memory may be at its peak.
 
     Each is microbatches in flight, whether what the pass makes comes by and by, and whether sums are there.
     """
@@ -197,7 +197,7 @@ def _largest(values: Array) -> float:
 
 
 def rounded_down(values: Array, unit_ps: float) -> Array:
-    """Return multiples of a power of two that are no more than what the computed values, none negative, stand for."""
+    """Return multiples of a power of two that are not above the exact values; values must not be negative."""
     return np.asarray(np.floor(values * (_LEAST_SHARE / unit_ps)) * unit_ps)
 
 
@@ -222,9 +222,9 @@ def moments(last_layer: float, o: Arrays, count: int, comes: bool, summed: bool)
 def _most_left(
     chain: Chain, stage_on_group: StageOnGroup, price: MemoryPrice, before: int, last: int, unit_ps: float
 ) -> Array:
-    """Return at most the price of a budget [layouts in, layouts out], less the input and the output.
+    """Return an upper bound of the priced budget [layouts in, layouts out] after the input and the output.
 
-    Where these alone are more than the budget it is minus infinity: there is no such plan.
+    If these alone are more than the budget it is minus infinity: there is no such plan.
     """
     problem, layouts = chain.problem, chain.problem.num_layouts
     left = np.full((chain.size, chain.size), float(problem.device_groups[stage_on_group[1]].budget_bytes))
@@ -238,7 +238,7 @@ def _most_left(
 
 
 def _join(one: Array, other: Array) -> Array:
-    """Return the least over what is between [.., in, between] and [.., between, out]."""
+    """Return the minimum over `between` of [.., in, between] plus [.., between, out]."""
     return np.asarray((one[..., :, :, None] + other[..., None, :, :]).min(-2))
 
 
@@ -250,7 +250,7 @@ def bounds_of(chain: Chain, duals: Duals, stage_on_group: StageOnGroup) -> Array
 def paths(
     chain: Chain, tables: Mapping[StageOnGroup, Array], weights: Array, unit_ps: float
 ) -> tuple[float, dict[StageOnGroup, Array]]:
-    """Return the least weighted sum over stages, and that of all other stages by stage and group, as `tables` are.
+    """Return the least weighted sum over stages, and that over all other stages by stage and group, as `tables`.
 
     All of them are multiples of the unit.
     """
@@ -294,12 +294,12 @@ def _through(value: Array, table: Array) -> Array:
 
 
 def _over(value: Array, sends: Array) -> Array:
-    """Return values [classes, layer, layout] taken from the layouts on one side of a cut to those on the other."""
+    """Return values [classes, layer, layout] moved across a cut, from the layouts before it to those after it."""
     return np.asarray((value[..., None] + sends).min(2))
 
 
 def _weighted_sends(chain: Chain, stage: int, step: Step, weights: Array, unit_ps: float) -> Array:
-    """Return what handing over to a stage adds [layers, layouts given, layouts received]; to the first: nothing."""
+    """Return the cost of passing tensors to a stage [layers, layouts before, layouts after]; 0 for the first stage."""
     if stage == 0:
         return np.where(np.eye(chain.size, dtype=bool), 0, np.inf)[None]
     return rounded_down(chain.sends[step[:3]] * (weights[stage - 1, 0] + weights[stage, 0]), unit_ps)

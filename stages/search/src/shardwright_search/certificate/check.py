@@ -3,7 +3,7 @@
 A plan takes T = f sum A' + s z + o u + tie, with z the slowest stage's A', u the largest U, and f, s and o the
 coefficients of the closed form. For any weights mu, nu >= 0 of the stages
 T >= sum of ((f + mu) A' + nu U) + (s - sum mu) z + (o - sum nu) u + tie, with z in a band; `bounds` bounds the sum.
-Where that is below what is to be confirmed, the ways to treat a stage whose priced cost leaves room below it are listed
+If that is below what is to be confirmed, the ways to treat a stage whose priced cost leaves room below it are listed
 with their exact memory, and the path is taken over these, in ranges of z and u that are halved: a U below its range
 counts as the least of it, and a way above either range not at all.
 
@@ -43,7 +43,7 @@ class Ways(NamedTuple):
     """[ways, rows]: cost and memory by rows of duals."""
 
     def take(self, rows: Array) -> "Ways":
-        """Return some of the ways."""
+        """Return the ways in these rows."""
         return Ways._make(column[rows] for column in self)
 
 
@@ -84,7 +84,7 @@ def _listed(chain: Chain, stage_on_group: StageOnGroup, caps: Sequence[tuple[Dua
 
 
 def _objectives(chain: Chain) -> Array:
-    """Return weights of A and U, such that a way that is no worse by any of them replaces another."""
+    """Return weights of A and U; a way that is no worse in all of these sums dominates another."""
     form, alone = chain.problem.closed_form, chain.problem.pp_size == 1
     weights = np.array([[form.fill + form.steady, form.once]])  # Of one stage these make T.
     return weights if alone and weights.sum() * chain.longest_ps < bounds.EXACT else np.eye(2)
@@ -118,7 +118,7 @@ def _longer(
     priced: Sequence[tuple[Array, MemoryPrice]],
     units: Sequence[float],
 ) -> Ways:
-    """Return the ways with one more layer, the run's last, in every way that fits."""
+    """Return the ways extended by one more layer, the run's last, in every way that fits."""
     group, phases, (*_, before, kind) = (
         chain.problem.device_groups[stage_on_group[1]],
         bounds.phases_of(chain, stage_on_group[0]),
@@ -145,7 +145,7 @@ def _longer(
 
 
 def _ends(chain: Chain, stage_on_group: StageOnGroup, ways: Ways, last: int) -> Array:
-    """Return whether ways fit with what is given out of one microbatch."""
+    """Return whether ways fit in memory together with the output of one micro-batch."""
     given = 0 if last == chain.problem.layers[-1] else chain.problem.boundary_bytes[last][ways.layout][:, None]
     return np.asarray(
         (ways.memory[:, :, 1] + given <= chain.problem.device_groups[stage_on_group[1]].budget_bytes).all(1)
@@ -166,7 +166,7 @@ def _undominated(ways: Ways, weights: Array) -> Array:
 def band_holds(
     chain: Chain, band: Band, from_ps: float, times: Duals | None, below_ps: Fraction | float, lists: bool
 ) -> bool:
-    """Return whether it is seen that no plan of a band from `from_ps` on takes less than `below_ps`; `times` bound A.
+    """Return whether it is confirmed that no plan of a band from `from_ps` on takes less than `below_ps`.
 
     Without `lists` no ways are listed.
     """
@@ -232,7 +232,7 @@ def _within(chain: Chain, ways: Array, weights: Array, ranges: Array, unit_ps: f
 
 
 def _constant(left: tuple[Fraction, Fraction], ranges: Array) -> Fraction:
-    """Return the least that what the stages' weights leave of the slowest A' and the largest U adds."""
+    """Return the least contribution of the slowest A' and the largest U with their remaining weights."""
     ends = (low if share >= 0 else high for share, (low, high) in zip(left, ranges.tolist(), strict=True))
     return sum((share * Fraction(end) for share, end in zip(left, ends, strict=True)), Fraction(0))
 

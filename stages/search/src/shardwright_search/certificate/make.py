@@ -1,4 +1,4 @@
-"""The making of a certificate: dual values and bands by which the checker confirms the search's bound, or one near it.
+"""Makes certificates: dual values and bands by which the checker confirms the search's bound, or one near it.
 
 Nothing here has to be right for a certificate to be: what the checker does not confirm is not said.
 """
@@ -49,7 +49,7 @@ def certified(
 
 
 def proof_of(problem: Problem, name: str, below_ps: Fraction | float) -> ConfigurationProof | None:
-    """Return a proof that no plan takes less; None where none was found. What is quick is tried first."""
+    """Return a proof that no plan takes less, trying quick methods first; None if none was found."""
     for layouts, listing, halvings in ((False, False, 0), (False, True, 0), (True, True, _MAX_HALVINGS)):
         maker = _Maker(bounds.chain_of(problem, layouts), below_ps, listing, halvings)
         if (bands := maker.bands()) is not None:
@@ -59,7 +59,7 @@ def proof_of(problem: Problem, name: str, below_ps: Fraction | float) -> Configu
 
 
 def _shared(band: Band) -> Band:
-    """Return a band in which what all stages have in common stands once."""
+    """Return a band in which values common to all stages are stored once."""
     names = "slowest_weights", "exposed_weights", "prices"
     return replace(band, **{name: _once(getattr(band, name)) for name in names})
 
@@ -105,7 +105,7 @@ class _Maker:
         return tuple(confirmed)
 
     def _confirmed(self, low: float, high: float | None, halvings: int) -> Iterator[Band | None]:
-        """Yield a band, halved where it takes that; None where it was not confirmed."""
+        """Yield confirmed bands, bisecting when needed; yield None if a band cannot be confirmed."""
         sums = dict.fromkeys((0.0, float(self._form.steady)) if high is None else (0.0,))
         for total in reversed(sums):
             weights = self._weights(self._form.fill + total / self._stages, self._form.once / self._stages)
@@ -164,7 +164,7 @@ class _Maker:
         )
 
     def _useful(self, prices: Prices, weights: Array, below: float) -> Prices:
-        """Return the prices that bound best what is near a shortest path, by stage; searched in two rounds."""
+        """Return, by stage, the memory prices with the best bounds near a shortest path; searched in two rounds."""
         best = self._counted(prices, weights, below)
         finer = [
             _between(knuseful, useful[0]) if useful else _FREE for knuseful, useful in zip(prices, best, strict=True)
@@ -185,7 +185,7 @@ class _Maker:
     def _count(
         self, duals: Duals, stage_on_group: tuple[int, int], through: Array, counted: dict[MemoryPrice, float]
     ) -> None:
-        """Give each price a share for every run that it bounds best, the more the shorter the path through it."""
+        """Credit each price for every run that it bounds best, the more the shorter the path through it."""
         if not np.isfinite(least := float(through.min())):
             return
         rows, near = duals.rows_of(stage_on_group), np.argwhere(through <= least + _NEAR * abs(least))
@@ -196,7 +196,7 @@ class _Maker:
             counted[price] = counted.get(price, 0.0) + float(np.exp((least - value) * share))
 
     def _candidates(self, time: float, exposed: float) -> Prices:
-        """Return what a byte is worth along the lower hulls of the options' costs over their memory, by stage."""
+        """Return candidate prices of a byte by stage, from the lower hulls of the options' costs over their memory."""
         problem, candidates = self._chain.problem, []
         for stage, count in enumerate(problem.in_flight):
             all_in_flight, slopes = count == problem.num_microbatches, set[float]()

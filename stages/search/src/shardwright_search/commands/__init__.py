@@ -1,1 +1,1 @@
-"""The planner's commands."""
+"""The commands of the search stage."""

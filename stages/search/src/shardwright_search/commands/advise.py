@@ -1,4 +1,4 @@
-"""`shardwright advise`: whether a model fits a cluster, the best plan and what it yields, from shapes alone."""
+"""`shardwright advise`: whether a model fits a cluster, the best plan, its speed and cost, without measurements."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +41,7 @@ _SELDOM_S = 5.0
 
 
 def advise(options: AdviseOptions) -> None:
-    """Show the answer, and write the plan and what starts it where it is asked for."""
+    """Show the answer, and write the plan and the files that start it if requested."""
     _check(options)
     question = question_of(options)
     for note in config_notes(options):
@@ -81,7 +81,7 @@ def advise(options: AdviseOptions) -> None:
 
 
 def _check(options: AdviseOptions) -> None:
-    """Raise BadInput for files that cannot be written, and for options that need others."""
+    """Raise BadInput for files that cannot be written, and for options that need other options."""
     if options.out is not None:
         check_writable(options.out)
     if options.html is not None:
@@ -92,7 +92,7 @@ def _check(options: AdviseOptions) -> None:
 
 
 def _launch(within: Within | None, taken: Plan) -> dict[str, str]:
-    """Return the files that start a plan in the system that it is for, else in this runtime."""
+    """Return the files that start a plan in the requested system, else in this runtime."""
     if within is not None:
         return within.started.files
     launch = own_launch(taken, "--launch")
@@ -101,7 +101,7 @@ def _launch(within: Within | None, taken: Plan) -> dict[str, str]:
 
 
 def _page(options: AdviseOptions, advice: Advice, tell: Callable[[str], None]) -> str:
-    """Return the page, with smaller budgets searched beside as time allows."""
+    """Return the HTML page, with answers for smaller budgets as time allows."""
     tell(f"smaller budgets: at most {options.html_limit:g} s of CPU time")
     asked = Sized.of_answer(advice.question, advice.answer)
     budgets = outcomes_by_budget(asked, side_search(options), until(CpuSeconds(options.html_limit)))
@@ -119,13 +119,13 @@ def _given(question: Question) -> tuple[SearchRequest, Model, Cluster, Profiles,
 def searched(
     options: AdviseOptions, question: Question, tell: Callable[[str], None], deadline: float
 ) -> SearchAnswer | Infeasible:
-    """Return the best plan until a deadline, of those that the system of --for runs; StoppedEarly if none is known."""
+    """Return the best plan before a deadline, only of the system of --for if given; StoppedEarly if none is known."""
     try:
         if options.target is not None:
             return best_for(options.target, question, tell, options.time_limit)
         return find_best(*_given(question), tell, left(deadline))
     except StoppedEarly:
-        raise StoppedEarly("--time-limit", "was over before a plan was found", "give more seconds") from None
+        raise StoppedEarly("--time-limit", "expired before a plan was found", "give more seconds") from None
 
 
 def _within(
@@ -136,9 +136,9 @@ def _within(
     tell: Callable[[str], None],
     limit_s: float,
 ) -> Within:
-    """Return what starts the plan that is taken, and the best plan without the system's limits, found in as much time.
+    """Return the files that start the taken plan, and the best plan without the system's limits, in as much time.
 
-    Where that one is slower, having reduced gradients once a step alone, the system's own is the best of all.
+    If that one is slower, having reduced gradients once a step alone, the system's own is the best of all.
     """
     start = started(system, taken, question.is_tuned)
     try:
@@ -159,7 +159,7 @@ def simple_plan(options: AdviseOptions, question: Question, answer: SearchAnswer
 
 
 def _other_kinds(answer: SearchAnswer, simple: Simple) -> Callable[[], tuple[Candidate, ...]]:
-    """Return the function that finds runners-up of other kinds than the answer and one another."""
+    """Return a function that finds runners-up of other kinds than the answer and than one another."""
 
     def beside() -> tuple[Candidate, ...]:
         kinds = {kind_of(simple.plan.plan): simple.plan}
@@ -171,7 +171,7 @@ def _other_kinds(answer: SearchAnswer, simple: Simple) -> Callable[[], tuple[Can
 
 
 def _taken(name: str, answer: SearchAnswer, choices: Sequence[PricedChoice], simple: Simple) -> Plan:
-    """Return the plan that is written; raises BadInput where nothing has that name."""
+    """Return the plan to write by its name; raise BadInput for an unknown name."""
     plans = {"best": answer.chosen.plan, "fastest": simple.fastest.plan}
     plans |= {} if simple.uniform is None else {"uniform": simple.uniform.plan}
     plans |= {choice.name: choice.plan for choice in choices}
@@ -184,7 +184,7 @@ def _taken(name: str, answer: SearchAnswer, choices: Sequence[PricedChoice], sim
 
 
 def _seldom(tell: Callable[[str], None]) -> Callable[[str], None]:
-    """Return a function that tells a line where none was told for `_SELDOM_S`."""
+    """Return a function that reports a line if none was reported for `_SELDOM_S` seconds of CPU time."""
     told_s = process_time()
 
     def line(text: str) -> None:
@@ -209,7 +209,7 @@ def _priced_choice(text: str, question: Question) -> PricedChoice:
 
 
 def _rules_of_thumb(question: Question) -> Iterator[tuple[PricedChoice, ...]]:
-    """Yield the rules' plans so far with their prices, without those of which nothing divides batch and devices."""
+    """Yield the plans of the rules so far with their prices, without rules that fit neither batch nor devices."""
     rules: tuple[PricedChoice, ...] = ()
     for name in RULES:
         with suppress(BadInput):
@@ -232,7 +232,7 @@ def _never_worse(
 
 
 def _runs(system: System | None, plan: Plan) -> bool:
-    """Return whether a system can run a plan; None: it is any."""
+    """Return whether a system can run a plan; None: no system was requested."""
     if system is not None:
         try:
             started(system, plan)
@@ -246,7 +246,7 @@ def _priced(plan: Plan, question: Question) -> Estimate:
 
 
 def nothing_fits(options: AdviseOptions, question: Question, answer: Infeasible) -> str:
-    """Return by how much the leanest plan exceeds the budget, and on further lines what would do."""
+    """Return by how much the leanest plan exceeds the budget, and on further lines what would make it fit."""
     system = options.target
     kind = "plan" if system is None else f"plan that {SYSTEMS[system].title} runs"
     more = "" if answer.exact else "more than "
@@ -259,7 +259,7 @@ def nothing_fits(options: AdviseOptions, question: Question, answer: Infeasible)
 
 
 def side_search(options: AdviseOptions) -> Callable[[Question, float], SearchAnswer | Infeasible]:
-    """Return the function that searches a question that differs from the asked one, in some CPU seconds."""
+    """Return a function that searches a changed question, within some CPU seconds."""
 
     def search(question: Question, limit_s: float) -> SearchAnswer | Infeasible:
         if options.target is not None:

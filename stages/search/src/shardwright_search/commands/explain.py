@@ -51,7 +51,7 @@ class _SearchFile(NamedTuple):
 
 
 def explain(options: ExplainOptions) -> None:
-    """Show the tables of a plan, and those that the options ask for."""
+    """Show the tables of a plan, and the tables that the options request."""
     plan = read_document(options.plan, Plan)
     other = None if options.other is None else read_document(options.other, Plan)
     inputs = read_inputs(options)
@@ -63,7 +63,7 @@ def explain(options: ExplainOptions) -> None:
     if search is not None:
         _check_made_by(search, options.plan, plan, prediction)
     if other is not None and other.model != plan.model:
-        raise BadInput(options.other, f"is for another model than {options.plan.name}", "compare plans for one model")
+        raise BadInput(options.other, f"is not for the model of {options.plan.name}", "compare plans for one model")
     evaluation = evaluate(plan, inputs.profiles, _costs(plan, inputs, search))
     runners_up = () if prediction is None else prediction.runners_up
     if search is not None and not runners_up:
@@ -85,7 +85,7 @@ def _costs(plan: Plan, inputs: Inputs, search: _SearchFile | None) -> CostModel:
 
 
 def _runners_up(plan: Plan, inputs: Inputs, search: _SearchFile, time_limit_s: float | None) -> tuple[RunnerUp, ...]:
-    """Return the plans that the search puts beside this one, the best first; none where it has no plan."""
+    """Return the runners-up that the search finds for this plan, the best first; none if it finds no plan."""
     question = WhatIf("the runners-up", search.request, plan.model, plan.cluster, inputs.profiles, search.file)
     ((_, result),) = _answers([question], time_limit_s)
     plans = (result.chosen, *result.runners_up) if isinstance(result, SearchAnswer) else ()
@@ -100,7 +100,7 @@ def _why(
     prediction: Prediction | None,
     runners_up: Sequence[RunnerUp],
 ) -> RenderableType:
-    """Return the tables of the plan itself, what binds, and the runners-up."""
+    """Return the tables of the plan, its limiting resources, and the runners-up."""
     budgets_bytes, choices, unsearched = _predicted_budgets(plan, prediction), LayerAlternatives(), list[str]()
     if search is not None:
         request = narrowed(search.request, plan.cluster)
@@ -117,7 +117,7 @@ def _why(
 
 
 def _predicted_budgets(plan: Plan, prediction: Prediction | None) -> tuple[int, ...] | None:
-    """Return the prediction's budget of each stage; None for a mixed cluster, where it has that of one stage only."""
+    """Return the prediction's budget of each stage; None for a mixed cluster, where it has one stage's budget only."""
     if prediction is None or prediction.memory_budget_bytes is None or len(set(plan.cluster.node_type_of_rank)) > 1:
         return None
     return (prediction.memory_budget_bytes,) * len(plan.stages)
@@ -126,7 +126,7 @@ def _predicted_budgets(plan: Plan, prediction: Prediction | None) -> tuple[int, 
 def _further(
     plan: Plan, evaluation: Evaluation, inputs: Inputs, search: _SearchFile, time_limit_s: float | None
 ) -> Iterator[RenderableType]:
-    """Yield tables of the neighbouring kinds, and of what more memory, links or nodes would bring."""
+    """Yield the tables of neighbouring plans, and of the gain by more memory, links or nodes."""
     given = plan, search.request, inputs.profiles, search.file
     kinds = neighbours(*given)
     answers = _answers([*kinds, *outlook(*given)], time_limit_s)
@@ -157,17 +157,17 @@ def _check_made_by(search: _SearchFile, path: Path, plan: Plan, prediction: Pred
         raise BadInput(search.file, f"is not the search file that made {path.name}, or was changed since", remedy)
     for field in ("name", "precision", "attention", "gradient_reduction"):
         if getattr(request, field) != getattr(plan, field):
-            raise BadInput(search.file, f"asks for another {field} than {path.name} has", remedy)
+            raise BadInput(search.file, f"requests another {field} than {path.name} has", remedy)
     if (plan.loss_chunks or 1) != request.loss_chunks:
-        raise BadInput(search.file, f"asks for other loss_chunks than {path.name} has", remedy)
+        raise BadInput(search.file, f"requests other loss_chunks than {path.name} has", remedy)
     if plan.optimizer not in request.optimizers:
-        raise BadInput(search.file, f"asks for another optimizer than {path.name} has", remedy)
+        raise BadInput(search.file, f"requests another optimizer than {path.name} has", remedy)
     if plan.global_batch_size not in batch_sizes(request):
-        raise BadInput(search.file, f"global_batch_size is not that of {path.name}", remedy)
+        raise BadInput(search.file, f"global_batch_size differs from {path.name}'s", remedy)
 
 
 def simulate_plan(options: SimulateOptions) -> None:
-    """Show the simulated step, and write its picture and its trace where they are asked for."""
+    """Show the simulated step, and write its picture and its trace if requested."""
     plan, profiles = read_document(options.plan, Plan), read_inputs(options).profiles
     costs = cost_model_of(plan, profiles, options.time_model)
     estimate = evaluate(plan, profiles, costs).estimate

@@ -34,7 +34,7 @@ _EXECUTABLE = 0o755
 
 
 def evaluate_plan(options: EvaluateOptions) -> None:
-    """Write the prediction of a plan."""
+    """Write the prediction of a given plan."""
     plan, inputs = read_document(options.plan, Plan), read_inputs(options)
     evaluation = evaluate(plan, inputs.profiles, cost_model_of(plan, inputs.profiles, options.time_model))
     prediction = prediction_of_evaluated(plan, evaluation, {"plan": options.plan} | inputs.files, inputs.warnings)
@@ -44,7 +44,7 @@ def evaluate_plan(options: EvaluateOptions) -> None:
 
 
 def uniform(options: UniformOptions) -> None:
-    """Write the plan, and with profiles its prediction, too: both or neither."""
+    """Write a plan of one strategy for all layers, and with profiles its prediction, too: both or neither."""
     cluster, model = read_document(options.cluster, Cluster), read_document(options.model, Model)
     plan = uniform_plan(options.name or options.out.stem, options, model, cluster)
     if options.hardware is None and options.profile is None:
@@ -63,7 +63,7 @@ def uniform(options: UniformOptions) -> None:
 
 
 def export_plan(options: ExportOptions) -> None:
-    """Write another system's file and, if asked, the scripts that start it; show what these cannot hold.
+    """Write another system's file and, if requested, the scripts that start it; show what these cannot express.
 
     Raises BadInput for a folder of scripts that is not empty: hosts that were written in one are no output.
     """
@@ -84,7 +84,7 @@ def export_plan(options: ExportOptions) -> None:
 
 @contextmanager
 def written_files(files: Mapping[Path, str], executable: Container[Path]) -> Iterator[None]:
-    """Write texts, scripts among them executable: each file is complete before the first gets its name."""
+    """Write text files, some of them executable; each is complete before the first gets its final name."""
     with ExitStack() as stack:
         for path, text in files.items():
             temporary = stack.enter_context(atomic_path(path))

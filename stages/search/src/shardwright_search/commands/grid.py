@@ -47,11 +47,11 @@ class _Cells(NamedTuple):
     """SHA-256 of all inputs of an answer but its search."""
 
     def key(self, search: SearchRequest) -> str:
-        """Return the name under which the answer of a search is kept."""
+        """Return the file name under which the answer of a search is stored."""
         return sha256_of_value([self.shared, search])
 
     def known(self, search: SearchRequest) -> CellAnswer | None:
-        """Return the answer that is kept, if it is whole: a plan and its prediction are written as one."""
+        """Return the stored answer, if it is complete: a plan and its prediction."""
         key = self.key(search)
         plan, reason = self._plan(key), self._reason(key)
         if plan.exists() and prediction_path(plan).exists():
@@ -62,7 +62,7 @@ class _Cells(NamedTuple):
         return None
 
     def searched(self, search: SearchRequest) -> CellAnswer:
-        """Search and return the answer, which is kept unless there may be more time next time.
+        """Search a cell of the grid and store the answer, unless more time may improve it.
 
         A cell without a plan says why, and stops no other.
         """
@@ -128,6 +128,6 @@ def _cells(options: GridOptions) -> _Cells:
 
 
 def _stated(inputs: Inputs) -> tuple[float, ...]:
-    """Return the imbalance that is stated as a number, which no file holds; nothing without one."""
+    """Return the imbalance if it is given as a number, which no file contains; else nothing."""
     load = inputs.profiles.load
     return (load.ratio,) if isinstance(load, StatedLoad) else ()

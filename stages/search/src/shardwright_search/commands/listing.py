@@ -1,4 +1,4 @@
-"""`shardwright models` and `shardwright devices`: what is known by name, and who published it."""
+"""`shardwright models` and `shardwright devices`: everything known by name, with its source."""
 
 from collections.abc import Iterator, Sequence
 
@@ -28,7 +28,7 @@ def list_models(options: ModelsOptions) -> None:
     named = {name: each for name, each in presets.items() if options.model in (name, each.config["model_type"])}
     if not named and options.model not in FAMILIES:
         remedy = did_you_mean(options.model, [*presets, *FAMILIES], "`shardwright models` lists them")
-        raise BadInput("MODEL", f"{options.model!r} is neither a preset nor a family", remedy)
+        raise BadInput("MODEL", f"{options.model!r} is neither a preset nor a family of models", remedy)
     show("\n".join(line for name, preset in named.items() for line in _preset_lines(name, preset)) or _NOTHING)
 
 

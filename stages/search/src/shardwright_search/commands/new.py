@@ -48,7 +48,7 @@ validate: {{searches: [], steps: 1, warmup_steps: 1}}
 
 
 def write_configuration(options: NewOptions) -> None:
-    """Ask for what no option says, and write the configuration."""
+    """Ask for what the options leave open, and write the configuration."""
     if options.out.exists():
         raise BadInput(options.out, "already exists", "choose another --out, or remove it")
     check_writable(options.out)
@@ -58,7 +58,7 @@ def write_configuration(options: NewOptions) -> None:
 
 
 def _answered(options: NewOptions) -> NewOptions:
-    """Return the options with model, GPUs and data; BadInput where one is neither given nor answered, or unknown."""
+    """Return the options with model, GPUs and data; BadInput if one is neither given nor answered, or unknown."""
     presets = read_presets()
     model = options.model or _asked("--model", f"Model, one of {', '.join(presets)}")
     if model not in presets:
@@ -142,7 +142,7 @@ def _cluster(machines: Machines) -> dict[str, object]:
 
 
 def _data(preset: Preset, options: NewOptions) -> dict[str, object]:
-    """Return the entry of the data: images where the model has no vocabulary, else texts, of images or of speech."""
+    """Return the entry for data: images for models without a vocabulary, else texts, with images or speech."""
     facts = FAMILIES[preset.config["model_type"]]
     read = facts.configured(preset.config)
     if "vocab_size" not in read:

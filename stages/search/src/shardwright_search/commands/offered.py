@@ -26,7 +26,7 @@ _NAMED = ("gpus", "batch", "seq", "budget_gib", "inter_node_gbit_s", "price_per_
 
 
 class Offered(NamedTuple):
-    """A question: what is searched, on which sub-clusters, and what it rests on."""
+    """A rent question: the searches, the sub-clusters, and the assumptions."""
 
     request: SearchRequest
     model: Model
@@ -42,7 +42,7 @@ class Offered(NamedTuple):
 
 
 def offered_of(options: RentOptions) -> Offered:
-    """Return what the options ask; BadInput where neither form is whole, or parts of both are given."""
+    """Return the question that the options ask; BadInput if neither form (model name, files) is complete."""
     if options.preset is None:
         return _of_files(options)
     given = next((name for name in (*_FILES, "offers", "correction") if getattr(options, name)), None)
@@ -114,7 +114,7 @@ def _of_name(options: RentOptions) -> Offered:
 
 
 def _ranges(gpus: str) -> tuple[dict[str, tuple[int, ...]], str]:
-    """Return the numbers of nodes of each type, by its key, and the most of each as `advise` takes them."""
+    """Return the numbers of nodes of each type, by its key, and the largest of each in the form of `advise --gpus`."""
     counts, most, table = dict[str, tuple[int, ...]](), list[str](), read_devices()
     for text in gpus.split("+"):
         match = _RANGE.fullmatch(text)
@@ -145,7 +145,7 @@ def _numbers(text: str, part: str) -> range:
 
 
 def _prices(option: str, texts: tuple[str, ...], known: Mapping[str, object]) -> dict[str, float]:
-    """Return USD by the key of a device; BadInput for what is none of those that are asked for, and for no price."""
+    """Return prices in USD by device key; BadInput for an unknown device, or a missing price."""
     prices, table = dict[str, float](), read_devices()
     for text in texts:
         name, _, usd = text.partition("=")

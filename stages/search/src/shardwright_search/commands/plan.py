@@ -47,14 +47,14 @@ _Given = tuple[SearchRequest, Model, Cluster, Profiles, Path]
 
 
 def plan(options: PlanOptions) -> None:
-    """Find the best plan, and write it, its prediction, and the certificate that is asked for."""
+    """Find the best plan, and write it, its prediction, and the certificate if requested."""
     asked = read_document(options.search, SearchRequest)
     cluster, model = read_document(options.cluster, Cluster), read_document(options.model, Model)
     inputs = read_inputs(options)
     request = with_spare(asked, cluster, inputs.profiles)
     given = request, model, cluster, inputs.profiles, options.search
     if options.certificate is not None and options.target is not None:
-        raise BadInput("--certificate", "is of one search, and --for makes one for each way", "leave one of them out")
+        raise BadInput("--certificate", "covers one search, but --for makes one each way", "leave one of them out")
     if options.certificate is not None:
         check_certifiable(request, options.search)
         space_of(*given).check_listed("no certificate")
@@ -92,7 +92,7 @@ def plan(options: PlanOptions) -> None:
 
 
 def _answer(options: PlanOptions, given: _Given, report: Callable[[str], None]) -> SearchAnswer | Infeasible:
-    """Return the answer, of what a system runs if one is named; BadInput if it does not run the answer."""
+    """Return the answer, only of plans that the named system runs, if any; BadInput if it cannot run the answer."""
     request = given[0]
     if options.target is None:
         return simplified(find_best(*given, report, options.time_limit), request, options.search)
@@ -125,7 +125,7 @@ def _certificate_or_reason(
 def _certificate(
     answer: SearchAnswer, space: SearchSpace, files: Mapping[str, Path], report: Callable[[str], None]
 ) -> Certificate | None:
-    """Return the certificate of a search's answer; None where nothing could be confirmed."""
+    """Return the certificate of a search's answer; None if nothing could be confirmed."""
     best, plan = answer.best, answer.chosen.plan
     samples = plan.global_batch_size / best.target.configuration.global_batch_size
     best_ps = (best.target.time_ps(best.score) + best.target.offset_ps) * samples

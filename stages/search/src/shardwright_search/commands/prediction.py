@@ -1,4 +1,4 @@
-"""Files that commands share: the profiles that plans are priced with, and the prediction that stands beside a plan."""
+"""Helpers of several commands: reading profiles, and writing a plan with its prediction."""
 
 import signal
 import sys
@@ -35,7 +35,7 @@ class Inputs(NamedTuple):
 
 
 def read_inputs(options: ProfileOptions) -> Inputs:
-    """Read the profiles with the load of experts, and with the correction applied to them, where there are such.
+    """Read the profiles, with the load of experts and the correction applied, if given.
 
     Raises BadInput where the correction was learned from other profiles.
     """
@@ -90,7 +90,7 @@ def prediction_path(plan_path: Path) -> Path:
 
 @contextmanager
 def written(path: Path, plan: Plan, prediction: Prediction) -> Iterator[None]:
-    """Write a plan and its prediction beside it, or neither: both get their names when the block has ended well."""
+    """Write a plan and its prediction, both or neither: they get their names when the block has ended without error."""
     with atomic_path(prediction_path(path)) as new_prediction, atomic_path(path) as new_plan:
         write_document(new_prediction, prediction)
         write_document(new_plan, plan)
@@ -98,7 +98,7 @@ def written(path: Path, plan: Plan, prediction: Prediction) -> Iterator[None]:
 
 
 def read_prediction(plan_path: Path, plan: Plan) -> Prediction:
-    """Return the prediction beside a plan; BadInput where there is none, or another plan's."""
+    """Return the prediction stored with a plan; raise BadInput if there is none, or if it is another plan's."""
     path = prediction_path(plan_path)
     prediction = read_document(path, Prediction)
     if prediction.plan_sha256 != plan.sha256:
@@ -110,7 +110,7 @@ def read_prediction(plan_path: Path, plan: Plan) -> Prediction:
 def prediction_of_evaluated(
     plan: Plan, evaluation: Evaluation, files: Mapping[str, Path], warnings: tuple[str, ...] = ()
 ) -> Prediction:
-    """Return the prediction of a plan that was given."""
+    """Return the prediction of a given plan, without a proof."""
     return Prediction(
         plan_sha256=plan.sha256,
         memory_budget_bytes=None,
@@ -132,7 +132,7 @@ def prediction_of_searched(
     warnings: tuple[str, ...] = (),
     runners_up: Sequence[Candidate] = (),
 ) -> Prediction:
-    """Return the prediction of a plan that was searched, with the proof and the runners-up that were asked for.
+    """Return the prediction of a searched plan, with its proof and the requested runners-up.
 
     `budgets_bytes` is the budget of a rank of each pipeline stage.
     """
@@ -157,7 +157,7 @@ def prediction_of_searched(
 
 
 def runners_up_of(candidates: Sequence[Candidate]) -> tuple[RunnerUp, ...]:
-    """Return the runners-up of a search as a prediction holds them."""
+    """Return the runners-up of a search in the form of a prediction."""
     return tuple(RunnerUp(plan=plan, estimate=evaluation.estimate) for plan, evaluation in candidates)
 
 
@@ -177,7 +177,7 @@ def _communicators(answer: SearchAnswer, request: SearchRequest) -> Iterator[str
 
 
 def _widths(request: SearchRequest) -> str:
-    """Return the widths that pipeline stages may have, in words."""
+    """Return, in words, the widths that pipeline stages may have."""
     match request.stage_widths:
         case StageWidths.EQUAL:
             return "of equal width"
@@ -189,13 +189,13 @@ def _widths(request: SearchRequest) -> str:
 
 
 def _spanning(request: SearchRequest) -> str:
-    """Return the stages over several node types that the space has, in words."""
+    """Return, in words, the stages over several node types that the space contains."""
     alike = "listed" if isinstance(request.stage_widths, tuple) else "equal"
     return f"whole nodes of each or, of {alike} width, all that is left of them but for one type's"
 
 
 def _scope(request: SearchRequest, answer: SearchAnswer) -> str:
-    """Return the space that the proof covers, in words."""
+    """Return, in words, the space that the proof covers."""
 
     def names(field: str) -> str:
         default = "every profiled divisor" if field == "tp_sizes" else "every divisor"
@@ -233,7 +233,7 @@ def _scope(request: SearchRequest, answer: SearchAnswer) -> str:
 
 
 def _chosen_by(answer: SearchAnswer) -> str:
-    """Return how the plan was chosen among those near the optimum, in words."""
+    """Return, in words, how the plan was chosen among those near the optimum."""
     if answer.tolerance:
         return f"the simplest plan that was found within {answer.tolerance:.2%} of the bound was taken"
     if not answer.simulated:
@@ -268,7 +268,7 @@ def plan_summary(plan: Plan, prediction: Prediction) -> list[str]:
 
 
 def _gap(estimate: Estimate) -> float:
-    """Return the share by which the simulated step is above the lower bound of any order of the plan's passes."""
+    """Return how far the simulated step is above the lower bound for any order of its passes, as a share."""
     bound_s = estimate.simulated_lower_bound_s
     return estimate.simulated_step_time_s / bound_s - 1 if bound_s else 0.0
 

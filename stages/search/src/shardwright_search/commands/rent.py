@@ -1,4 +1,4 @@
-"""`shardwright rent`: which nodes to rent, and what a faster run costs."""
+"""`shardwright rent`: which nodes to rent, and how much a faster run costs."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -35,14 +35,14 @@ _HEADINGS, _OF_TRAINING = ("nodes", "s a step", "USD a step"), ("h", "USD")
 
 
 class _LimitPoint(NamedTuple):
-    """A limit, and the point of the front that is best within it."""
+    """A limit, and the best point of the front within it."""
 
     limit: str
     row: SubClusterRow
 
 
 def rent(options: RentOptions) -> None:
-    """Find the front and show it; write it with a plan for each of its points, and what starts one, where asked."""
+    """Find and show the front; write it with a plan for each point, and the files that start one, if requested."""
     offered = offered_of(options)
     request, model = offered.request, offered.model
     steps = _steps(options, request, model)
@@ -91,7 +91,7 @@ def _check(options: RentOptions) -> None:
 def _launch(
     options: RentOptions, chosen: Sequence[_LimitPoint], plans: Mapping[str, Plan], offered: Offered
 ) -> dict[Path, str]:
-    """Return what starts the first of the points that limits name; nothing where none is asked for, or within them."""
+    """Return the files that start the first of the points that limits select; nothing if not requested."""
     if options.launch is None or not chosen:
         return {}
     plan = plans[chosen[0].row.nodes]
@@ -123,7 +123,7 @@ def _write_page(
 
 
 def _why_nothing(front: Front) -> str:
-    """Return why there is no point."""
+    """Return why the front has no point."""
     if front.stopped:
         return "no plan was found before the search was stopped: give it more time"
     if any(answer.is_open for answer in front.answers):
@@ -139,7 +139,7 @@ def _steps(options: RentOptions, request: SearchRequest, model: Model) -> int | 
         steps = ceil(options.tokens / (request.global_batch_size * model.sequence_length))
     if steps is None and (options.deadline is not None or options.price is not None):
         name = "--price" if options.deadline is None else "--deadline"
-        raise BadInput(name, "says nothing without the training's length", "give --steps or --tokens")
+        raise BadInput(name, "needs the length of the training", "give --steps or --tokens")
     return steps
 
 
@@ -166,7 +166,7 @@ def _write(
 
 
 def _answer(front: Front, number: int) -> SearchAnswer:
-    """Return a point as the answer of a search that compared plans by their closed form alone."""
+    """Return a point of the front as the answer of a search."""
     answer, instance = front.answers[number], front.spaces[number].instance
     assert answer.best is not None
     target, plan_found, score = answer.best
@@ -188,7 +188,7 @@ def _answer(front: Front, number: int) -> SearchAnswer:
 
 
 def _limits(options: RentOptions, points: Sequence[SubClusterRow]) -> tuple[list[_LimitPoint], list[str]]:
-    """Return the cheapest and the fastest point within the limits, and for limits without one what comes nearest."""
+    """Return the cheapest and the fastest point within the limits, and messages for limits that no point meets."""
     chosen, missed, max_hours, max_usd = [], [], options.deadline, options.price
     fastest, cheapest = min(points, key=lambda row: row.hours), min(points, key=lambda row: row.usd)
     if max_hours is not None and (within := [row for row in points if row.hours <= max_hours]):
@@ -209,13 +209,13 @@ def _point_line(limit: str, row: SubClusterRow) -> str:
 
 
 def _cells(row: SubClusterRow, plans: Mapping[str, Plan], steps: int | None) -> tuple[str, ...]:
-    """Return the cells of a point, with the length and price of the training if they are known."""
+    """Return the table cells of a point, with duration and price of the training if they are known."""
     training = (f"{row.hours:,.4g}", f"{row.usd:,.6g}") if steps else ()
     return (row.nodes, f"{row.step_s:.4g}", f"{row.usd_per_step:.4g}", *training, plan_words(plans[row.nodes]))
 
 
 def _proof(front: Front) -> str:
-    """Return the proof of the front in words."""
+    """Return, in words, what is proven about the front."""
     num_open = sum(answer.is_open for answer in front.answers)
     pruned = sum(answer.best is None and answer.price.step_s < float("inf") for answer in front.answers)
     proof = f"{len(front.points)} points of {len(front.answers)} sub-clusters, {pruned} ruled out by bounds alone; "

@@ -30,7 +30,7 @@ _SEARCHED = "give the plan that the search wrote"
 
 
 def verify(options: VerifyOptions) -> None:
-    """Confirm a plan and its certificate, or raise BadInput for what does not hold; all numbers are priced anew."""
+    """Confirm a plan and its certificate, with all numbers priced again; raise BadInput if they do not hold."""
     started = monotonic()
     plan, certificate = read_document(options.plan, Plan), read_document(options.certificate, Certificate)
     asked, inputs = read_document(options.search, SearchRequest), read_inputs(options)
@@ -44,7 +44,7 @@ def verify(options: VerifyOptions) -> None:
     plan_ps = _objective_ps(options, plan, request, inputs.profiles)
     count = _check_proofs(options, certificate, space, plan)
     if plan_ps < certificate.bound_ps:
-        raise BadInput(options.certificate, f"its bound is above what {options.plan} takes", _ANEW)
+        raise BadInput(options.certificate, f"its bound exceeds the step time of {options.plan}", _ANEW)
     # What is printed is rounded to the safe side, too.
     bound_ns, gap = floor(certificate.bound_ps / 1000), ceil((plan_ps / Fraction(certificate.bound_ps) - 1) * 10**6)
     show(
@@ -66,7 +66,7 @@ def _check_pinned(options: VerifyOptions, certificate: Certificate, plan: Plan, 
 
 
 def _check_given(options: VerifyOptions, plan: Plan) -> None:
-    """Raise BadInput where the plan is of another model or cluster than the files that are given."""
+    """Raise BadInput if the plan is for another model or cluster than the given files."""
     if options.cluster is not None and read_document(options.cluster, Cluster) != plan.cluster:
         raise BadInput(options.plan, f"is for another cluster than {options.cluster}", _SEARCHED)
     if options.model is not None and read_document(options.model, Model) != plan.model:
@@ -74,7 +74,7 @@ def _check_given(options: VerifyOptions, plan: Plan) -> None:
 
 
 def _objective_ps(options: VerifyOptions, plan: Plan, request: SearchRequest, profiles: Profiles) -> int:
-    """Return the closed form of a plan as `evaluate` has it; BadInput where the plan is beyond the budget."""
+    """Return the closed form of a plan as in `evaluate`; raise BadInput if the plan exceeds the budget."""
     evaluation = evaluate(plan, profiles, cost_model_of(plan, profiles, request.time_model), timeline=False)
     budgets = budgets_of(request, plan.cluster, options.search)
     allowed = allowed_bytes(plan, evaluation.estimate, budgets)
@@ -86,7 +86,7 @@ def _objective_ps(options: VerifyOptions, plan: Plan, request: SearchRequest, pr
 
 
 def _not_compared(options: VerifyOptions) -> str:
-    """Return a line on what of the plan was taken as it says, or nothing."""
+    """Return a line that names what was read from the plan instead of from files; empty if nothing was."""
     left = [name for name in IN_PLAN if getattr(options, name) is None]
     given = " and ".join(f"--{name}" for name in left)
     return f"\nthe {' and the '.join(left)} are the plan's: {given} compare them with files" if left else ""
@@ -113,14 +113,14 @@ def _check_proofs(options: VerifyOptions, certificate: Certificate, space: Searc
 def check_certifiable(request: SearchRequest, file: Path) -> None:
     """Raise BadInput for a request whose space no certificate covers."""
     if len(request.optimizers) > 1:
-        raise BadInput(file, "optimizer: a certificate is of one", "name it, or search without --certificate")
+        raise BadInput(file, "optimizer: a certificate needs one", "name it, or search without --certificate")
     if any(schedule.interleaves for schedule in request.schedules):
         problem = "schedules: certificates do not cover interleaved_1f1b"
         raise BadInput(file, problem, "leave it out, or search without --certificate")
 
 
 def problems_of(space: SearchSpace, batch_size: int) -> Iterator[tuple[str, Problem, Callable[[Fraction], Fraction]]]:
-    """Yield name and arrays of each configuration, and the function from a bound to the least T that it allows.
+    """Yield each configuration's name and arrays, and a function from a bound to the step time that it implies.
 
     The bound is on the time of a step of the given batch size; other steps take as much for a sample.
     """

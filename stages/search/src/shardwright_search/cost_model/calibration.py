@@ -1,4 +1,4 @@
-"""Factors of predictions that measured plans teach, and profiles with these applied."""
+"""Corrections learned from measured plans: a factor for each term, and profiles with the factors applied."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import inf
@@ -34,7 +34,7 @@ class Evidence(NamedTuple):
 
 
 def evidence_of(measured: PlanMeasurement, profiles: Profiles) -> tuple[Evidence, ...]:
-    """Return all terms that a measured plan can distinguish and that were predicted.
+    """Return the ratio of measurement to prediction, for all terms that a measured plan can distinguish.
 
     With one microbatch backward and reduction are one, and so neither is there; nor is a reduction that each microbatch
     does, whose predicted time is subtracted from backward. Times are as long as they would have been on the machine as
@@ -57,7 +57,7 @@ def _device_bytes(plan: Plan, rank: RankMeasurement) -> int:
 
 
 def learned(evidence: Iterable[Evidence]) -> tuple[dict[Term, CorrectionFactor], tuple[str, ...]]:
-    """Return the factor of each term, and a warning if the evidence for it is thin or plans contradict each other."""
+    """Return the factor of each term, and warnings if evidence is thin or plans contradict each other."""
     by_term: dict[Term, dict[str, list[float]]] = {term: {} for term in Term}
     most = dict.fromkeys(Term, inf)
     for each in evidence:
@@ -67,7 +67,7 @@ def learned(evidence: Iterable[Evidence]) -> tuple[dict[Term, CorrectionFactor],
     warnings: list[str] = []
     for term, ratios in by_term.items():
         if not ratios:
-            warnings.append(f"{term}: no measured plan tells it apart, so that it stays as predicted")
+            warnings.append(f"{term}: no measured plan distinguishes it, so that it stays as predicted")
             continue
         # At the end of a step every rank waits for the slowest: the one that waited least tells the time itself.
         plans = [min(ranks) if term is Term.STEP_END else median(ranks) for ranks in ratios.values()]
@@ -94,13 +94,13 @@ def learned(evidence: Iterable[Evidence]) -> tuple[dict[Term, CorrectionFactor],
 
 
 def factor_of(correction: Correction, term: Term) -> float:
-    """Return the factor of a term: 1 if nothing was learned of it."""
+    """Return the factor of a term: 1 if there is none."""
     known = correction.factors.get(term)
     return 1.0 if known is None else known.factor
 
 
 def check_learned_from(correction: Correction, file: Path, hardware: Path, profiles: Sequence[Path]) -> None:
-    """Raise BadInput, naming the correction's file, if it was learned from other profiles than these."""
+    """Raise BadInput, naming the correction's file, if it was learned with other profiles than these."""
     given = (sha256_of_file(hardware), tuple(map(sha256_of_file, profiles)))
     if (correction.hardware_sha256, correction.profiles_sha256) != given:
         names = ", ".join(path.name for path in (hardware, *profiles))
@@ -146,7 +146,7 @@ def _terms(
 
 
 def _step_end_s(rank: RankMeasurement, repeat: int) -> float:
-    """Return the time of all that is neither a pass nor waiting for messages or reductions, in one repeat.
+    """Return the time of a step in one repeat that is neither a pass, nor waiting for messages, nor a reduction.
 
     That is the optimizer's step and what is around it.
 

@@ -1,4 +1,4 @@
-"""Time of collectives by the hardware profile, and how they and overlapping computation slow each other down."""
+"""Times of collectives from the hardware profile, and mutual slowdowns of collectives and computation."""
 
 from collections.abc import Iterable
 from functools import lru_cache
@@ -23,7 +23,7 @@ class Duration(NamedTuple):
 
 
 class Slowdowns(NamedTuple):
-    """Times of a computation and a collective when they overlap, over their times without overlap."""
+    """Slowdowns of a computation and a collective that overlap: the ratio to the time without overlap."""
 
     compute: float
     collective: float
@@ -32,7 +32,7 @@ class Slowdowns(NamedTuple):
 def collective_time(
     profiles: Profiles, collective: Collective, kinds: Iterable[GroupKind], num_bytes: float
 ) -> Duration:
-    """Return the time of a collective that groups of these kinds do at once: the slowest kind's.
+    """Return the time of a collective that groups of these kinds run at once: the slowest kind's.
 
     `num_bytes` is the full tensor, as defined by `Collective`. A group of one rank, or no bytes, takes no time.
     Raises BadInput when the hardware profile has neither such groups nor larger ones.
@@ -42,7 +42,7 @@ def collective_time(
 
 
 def send_kind_time(profiles: Profiles, consecutive: bool, across_nodes: bool, num_bytes: float) -> Duration:
-    """Return the time of a message from one rank to another; neighbours or not makes no difference to two ranks."""
+    """Return the time of a message from one rank to another; for two ranks, their distance makes no difference."""
     key = CollectiveKey(Collective.P2P, 2, 1 if across_nodes else 2, consecutive)
     if key not in profiles.hardware.curves:
         other = CollectiveKey.from_fields(key, consecutive=not consecutive)
@@ -66,7 +66,7 @@ def exchange_time(profiles: Profiles, consecutive: bool, across_nodes: bool, num
 
 @lru_cache(maxsize=16)
 def _both_ways(hardware: HardwareProfile, across: bool) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return logarithms of bytes, ascending [sizes], and the time of a message both ways over its time one way [sizes].
+    """Return log bytes, ascending [sizes], and the ratio of a simultaneous send and receive to a send alone [sizes].
 
     Both are of neighbours, inside a node or across nodes.
     """
@@ -87,7 +87,7 @@ def longest(durations: Iterable[Duration]) -> Duration:
 
 
 def in_turn(durations: Iterable[Duration]) -> Duration:
-    """Return the total of durations that follow one another, with the first warning."""
+    """Return the total of consecutive durations, with the first warning."""
     listed = list(durations)
     warning = next((each.warning for each in listed if each.warning), None)
     return Duration(sum((each.time_s for each in listed), start=0.0), warning)
@@ -123,7 +123,7 @@ def _slowdowns_at(curve: _SlowdownCurve, num_bytes: float) -> Slowdowns:
 def _slowdown_curve(
     hardware: HardwareProfile, collective: Collective, size: int, across: bool
 ) -> _SlowdownCurve | None:
-    """Return the medians by message size over the computations that were timed while the collective ran.
+    """Return the median slowdowns by message size, over the computations that were timed during the collective.
 
     They are of the rows of sends or of other collectives, this link, inside a node or across nodes, this collective and
     this group size, in that order of importance: what no row agrees in is passed over. Sizes that are not known count
@@ -159,9 +159,9 @@ def largest_slowdowns(slowdowns: Iterable[Slowdowns | None]) -> Slowdowns | None
 
 
 def overlapped_time(compute_s: float, collective: Duration, slowdowns: Slowdowns | None) -> float:
-    """Return the additional time, beyond the computation's own, of a computation and a collective started together.
+    """Return the time that a collective adds to a computation if they start together.
 
-    Each runs slowed down until the shorter is over, the other then goes on alone. Without slowdowns they do not
+    Each runs slowed down until the shorter is over, the other then continues alone. Without slowdowns they do not
     overlap.
     """
     collective_s = collective.time_s
@@ -174,9 +174,9 @@ def overlapped_time(compute_s: float, collective: Duration, slowdowns: Slowdowns
 
 
 def _on_curve(profiles: Profiles, key: CollectiveKey, num_bytes: float) -> Duration:
-    """Return the time of the kind itself, or of the measured kind that stands for it.
+    """Return the time of a kind of message, or of the measured kind nearest to it.
 
-    A warning says where another stands for it, and where the size is beyond the measured ones.
+    A warning says if another kind is used, and if the size is beyond the measured ones.
     """
     hardware = profiles.hardware
     if (nearest := nearest_measured(hardware, key)) is None:

@@ -35,7 +35,7 @@ def redistribution_time(
     outputs: Sequence[BoundaryTensor],
     itemsize: int,
 ) -> Duration:
-    """Return the time to bring a microbatch's tensors from one layout to another, one way, all closed groups at once.
+    """Return the time to change a micro-batch's tensors from one layout to another, in one direction.
 
     A pass is one all_to_all per tensor on each closed group. A full all_to_all of n ranks sends (n-1)/n of its bytes
     to others; so a rank that sends x bytes waits as for a message of x n/(n-1) bytes.
@@ -60,7 +60,7 @@ def send_time(
     outputs: Sequence[BoundaryTensor],
     itemsize: int,
 ) -> Duration:
-    """Return the time to hand a microbatch on, one way: a rank sends its activation shard to one of the next stage."""
+    """Return the time to pass a micro-batch to the next stage: a rank sends its activation shard to one other rank."""
 
     def sent(tensor: BoundaryTensor) -> Duration:
         tokens = layout.activation_shard(0, samples, tensor.sequence_length).tokens
@@ -78,7 +78,7 @@ def handover_time(
     outputs: Sequence[BoundaryTensor],
     itemsize: int,
 ) -> Duration:
-    """Return the time to hand a microbatch to a stage of another width, one way: forward or backward, the longer.
+    """Return the time to pass a micro-batch to a stage of another width: the longer of forward and backward.
 
     Each rank sends pieces to several others at once. The busiest one counts: all that it sends, or gets, as one
     message, which goes across nodes if a part of it does. `nodes` are those of both stages.
@@ -97,9 +97,9 @@ def handover_time(
 def _busiest(
     nodes: tuple[Nodes, ...], source: Layout, target: Layout, sequence_length: int
 ) -> tuple[tuple[bool, int], ...]:
-    """Return the most positions that a rank sends or gets, forward or backward, inside a node and across nodes.
+    """Return the most positions that a rank sends or receives, forward or backward, inside a node and across nodes.
 
-    They are of as many samples as both layouts can share out; shares are exact, so all scales with the samples.
+    They are of as many samples as both layouts can divide; shares are exact, so all scales with the samples.
     """
     samples = common_samples(source, target)
     most: dict[bool, int] = {}
@@ -119,9 +119,9 @@ def _busiest(
 def _all_to_alls(
     topology: StageTopology, source: Layout, target: Layout, sequence_length: int, features: int
 ) -> tuple[_AllToAll, ...]:
-    """Return what a change of layout moves, for one sample.
+    """Return the all_to_alls of a change of layout, for one sample: kinds of groups, and bytes.
 
-    Shares are exact, so all scales with the samples. Where the groups of both layouts are neighbours, ranks only
+    Shares are exact, so all scales with the samples. If the groups of both layouts are neighbours, ranks only
     exchange inside blocks of lcm(tp, tp') of them, all alike.
     """
     block = common_block(source, target)

@@ -13,7 +13,7 @@ from shardwright_search.cost_model.time_model import TimeModel
 
 
 class ComputeCost(NamedTuple):
-    """The figures of one microbatch through one layer on one rank, and a warning if they were not measured."""
+    """The figures of one micro-batch through one layer on one rank, and a warning if they were not measured."""
 
     figures: LayerFigures[float]
     warning: str | None
@@ -37,7 +37,7 @@ def joined_warnings(warnings: Iterable[str | None]) -> str | None:
 
 
 def probed_tp_size(profiled: Iterable[int], degree: int, node_devices: int) -> int:
-    """Return the tensor-parallel degree whose numbers serve: itself, if profiled or if a node can measure it.
+    """Return the profiled tensor-parallel degree for a degree: itself, if profiled or if a node can measure it.
 
     A group that does not divide the devices of a node is in no probe. Its ranks compute and hold less than those of
     fewer ranks do: the largest profiled degree below it is what it is rounded up to.
@@ -79,7 +79,7 @@ def layer_cost(profiles: Profiles, key: LayerKey, micro_batch_size: int, time_mo
 
 
 def _to_measure(profiles: Profiles, key: LayerKey, micro_batch_size: int) -> str:
-    """Return what to change in the profile settings, so that a micro-batch size is measured at a layer's length."""
+    """Return which profile setting to change so that a micro-batch size is measured at a layer's length."""
     if profiles.is_imported:
         return _IMPORT
     strategy, here = key.without("sequence_length"), profiles.layers[key].micro_batch_sizes
@@ -103,7 +103,7 @@ def expert_cost(profiles: Profiles, key: ExpertKey, rows: float) -> ComputeCost:
     if (points := profiles.experts.get(key)) is None:
         known = any(other.type == key.type for other in profiles.experts)
         problem = f"no point for {key}" if known else f"does not say what experts of {key.type} cost by themselves"
-        raise BadInput(profiles.model_file, problem, "profile the model again, for plans that share experts out")
+        raise BadInput(profiles.model_file, problem, "profile the model again, for plans with expert parallelism")
     figures = _at(points, rows)
     if figures is None or not _is_possible(figures, points):
         sizes = points.micro_batch_sizes.tolist()
@@ -117,7 +117,7 @@ def expert_cost(profiles: Profiles, key: ExpertKey, rows: float) -> ComputeCost:
 
 
 def with_experts(rest: ComputeCost, replayed_bytes: float, experts: ComputeCost) -> ComputeCost:
-    """Return the cost of a layer as the sum of its experts' and the remainder's.
+    """Return the cost of a layer as the sum of its experts' cost and the remainder.
 
     Times and kept bytes add up. While experts work in a backward pass, there is also what was `replayed_bytes` of the
     rest before them.
@@ -129,7 +129,7 @@ def with_experts(rest: ComputeCost, replayed_bytes: float, experts: ComputeCost)
 
 
 def states_of(profiles: Profiles, type_name: str, tp_size: int) -> StateRow:
-    """Return what one layer's parameters cost in a step; raise BadInput if the profile lacks that type and tp_size."""
+    """Return a layer's parameter costs in a step; raise BadInput if the profile does not have that type and tp_size."""
     states = profiles.states.get(key := LayerKey(type=type_name, tp_size=tp_size))
     if states is None:
         remedy = _IMPORT if profiles.is_imported else _AGAIN
@@ -138,7 +138,7 @@ def states_of(profiles: Profiles, type_name: str, tp_size: int) -> StateRow:
 
 
 def _at(points: LayerPoints, size: float) -> LayerFigures[float] | None:
-    """Return the figures at a micro-batch size.
+    """Return the figures at a micro-batch size, interpolated or extrapolated.
 
     None if there is a single point, from which nothing can be extrapolated.
     """
@@ -158,13 +158,13 @@ def _is_possible(figures: LayerFigures[float], points: LayerPoints) -> bool:
 
 
 def _with_bytes(values: Sequence[float]) -> LayerFigures[float]:
-    """Return the figures with bytes that are never below 0, as extended ones may be."""
+    """Return the figures, with bytes that are at least 0; extrapolated ones may be negative."""
     forward_s, backward_s, resident, workspace = values
     return LayerFigures(forward_s, backward_s, max(0.0, resident), max(0.0, workspace))
 
 
 def _beyond(key: LayerKey, points: LayerPoints, size: int) -> str | None:
-    """Return the warning for a micro-batch size outside the measured ones; None if it is inside."""
+    """Return the warning for a micro-batch size outside the measured range; None if it is inside."""
     sizes = points.micro_batch_sizes
     if sizes[0] <= size <= sizes[-1]:
         return None

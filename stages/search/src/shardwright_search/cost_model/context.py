@@ -1,7 +1,7 @@
-"""Cost of layers whose ranks hold parts of the positions of a sample: their computation, messages and buffers.
+"""Cost of layers under context parallelism: computation, messages and buffers.
 
 With n ranks, time and kept bytes are constant + linear b s/n + quadratic b s^2/n of the curve over lengths. Such
-figures are derived; where a probe ran with keys of n ranks on one device, its times over the derived ones correct them.
+figures are derived; if a probe ran with keys of n ranks on one device, its times over the derived ones correct them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -73,7 +73,7 @@ def shared_layer_cost(
 
 
 def _corrected(profiles: Profiles, type_name: str, parts: int, cost: ComputeCost) -> ComputeCost:
-    """Return a derived cost with its times multiplied by what a probe of the nearest cp_size measured over its own."""
+    """Return a derived cost, corrected by the ratio that a probe of the nearest cp_size measured."""
     probed = [row for row in profiles.context if row.type == type_name]
     if not probed:
         return cost
@@ -101,7 +101,7 @@ def _curves(profiles: Profiles, key: LayerKey, parts: int) -> dict[str, FitRow]:
 def _on_joint_curves(
     profiles: Profiles, key: LayerKey, size: int, figures: LayerFigures[float], curves: Mapping[str, FitRow]
 ) -> LayerFigures[float]:
-    """Return figures with those that have a joint curve taken from it; raise BadInput if a time would be negative."""
+    """Return figures, replaced by their joint curves where there are any; raise BadInput for a negative time."""
     joint = {name: on_joint_curve(row, size, key.sequence_length) for name, row in curves.items()}
     if min(joint.values()) < 0:
         problem = f"{key}: the joint curve is negative at micro_batch_size {size}"
@@ -120,7 +120,7 @@ class SharedContext(NamedTuple):
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """Return the messages of a microbatch."""
+        """Return the messages of a micro-batch."""
         kind = self.model.types[self.type_name]
         given = kind, self.strategy, self.samples, tensors_of(self.model, kind)
         return tuple(context_messages(*given, *self.itemsizes, 1))
@@ -143,7 +143,7 @@ class SharedContext(NamedTuple):
 
     @property
     def workspace_bytes(self) -> int:
-        """Return the bytes of keys, values and gradients on their way, and of sums of blocks.
+        """Return the bytes of keys, values and gradients in transit, and of sums over blocks.
 
         Gathered: both and their gradients, thrice while these are laid out and scattered; in a ring what is here and
         what arrives, and the gradients here, arriving and sent.
@@ -158,7 +158,7 @@ class SharedContext(NamedTuple):
 def context_times(
     profiles: Profiles, layer: SharedContext, topology: StageTopology, attention: Passes
 ) -> tuple[Duration, ...]:
-    """Return the time that the messages of context parallelism add to each kind of pass of a microbatch.
+    """Return the time that the messages of context parallelism add to each kind of pass of a micro-batch.
 
     `attention`: the time that each pass attends for. A gather comes before it, a ring's sends are overlapped with it.
     """
@@ -188,7 +188,7 @@ def _ring_times(
     kinds: Sequence[GroupKind],
     attention: Passes,
 ) -> tuple[Duration, Duration]:
-    """Return what a ring adds: each step overlaps a block with a send, except the last, which sends gradients."""
+    """Return the time that a ring adds: each step overlaps a block with a send, except the last, for gradients."""
     across = any(kind.across_nodes for kind in kinds)
     # Ranks of a node that lie in other rings send over the same network.
     alone = all(kind.ranks_per_node == max(topology.on_each_node) for kind in kinds)

@@ -21,7 +21,7 @@ class LoadFile(NamedTuple):
     def check(self, model: Model) -> None:
         """Raise BadInput if the load belongs to other experts than a model's."""
         if (problem := load_misfit(self.load, model)) is not None:
-            raise BadInput(self.path, f"is of other experts: {problem}", "give the load of a run of this model")
+            raise BadInput(self.path, f"does not fit: {problem}", "give the load of a run of this model")
 
 
 class StatedLoad(NamedTuple):
@@ -35,14 +35,14 @@ class StatedLoad(NamedTuple):
         return min(self.ratio, float(ep_size))
 
     def check(self, _model: Model) -> None:
-        """Accept any model."""
+        """Accept any model: a ratio does not depend on it."""
 
 
 Load = LoadFile | StatedLoad
 
 
 def read_load(text: str) -> Load:
-    """Return the load that `--imbalance` states; raise BadInput if it is neither a ratio nor a load file."""
+    """Return the load given by `--imbalance`; raise BadInput if it is neither a ratio nor a load file."""
     try:
         ratio = float(text)
     except ValueError:

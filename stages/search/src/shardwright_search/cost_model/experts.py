@@ -27,7 +27,7 @@ from shardwright_search.cost_model.topology import StageTopology, axis_group_kin
 
 
 def imbalance_of(profiles: Profiles, model: Model, type_name: str, strategy: LayerStrategy) -> float:
-    """Return the ratio of the fullest rank's rows to an even load; all ranks of its group wait for it."""
+    """Return the ratio of the fullest rank's rows to an even load; all ranks of its group wait for that rank."""
     grid = strategy.expert_grid
     if profiles.load is None or grid is None:
         return 1.0
@@ -35,7 +35,7 @@ def imbalance_of(profiles: Profiles, model: Model, type_name: str, strategy: Lay
 
 
 def even_load(model: Model, type_name: str, strategy: LayerStrategy, samples: int) -> tuple[ExpertKey, float]:
-    """Return the key of a rank's experts, and the rows that it has of a microbatch of `samples` at even load."""
+    """Return the key of a rank's experts, and its rows of a micro-batch of `samples` under an even load."""
     kind, grid = model.types[type_name], strategy.expert_grid
     assert kind.experts and grid
     axes = axes_of(grid).dense
@@ -63,7 +63,7 @@ def exchange_times(
     samples: int,
     itemsize: int,
 ) -> tuple[Duration, ...]:
-    """Return the time in which rows go to the ranks of their experts and back, in each kind of pass.
+    """Return the time in which rows are sent to their experts' ranks and back, in each kind of pass.
 
     The fullest rank gets more than others send, and they wait for it.
     """
@@ -88,7 +88,7 @@ def exchange_times(
 
 
 def _once_a_node(profiles: Profiles, groups: Sequence[GroupKind], num_bytes: float, top_k: int) -> Duration:
-    """Return the time of exchanges that send each position to a node once, and from there to each rank once.
+    """Return the time of exchanges that send each position to a node once, and from there to each of its ranks once.
 
     Of k choices among n places, n (1 - (1 - 1/n)^k) differ in the mean. What goes to other nodes and what goes on
     inside of them do so at once: the longer of both counts (DeepEP's and HybridEP's kernels).

@@ -83,7 +83,7 @@ def _slower(ends: Iterable[Duration]) -> Cost:
 
 
 class Link(NamedTuple):
-    """How two pipeline stages lie to each other."""
+    """How two pipeline stages are placed relative to each other."""
 
     consecutive: bool
     """Whether their ranks are neighbours."""
@@ -104,7 +104,7 @@ class Turns(NamedTuple):
 
 
 def has_other_passes(pp_size: int, num_microbatches: int, num_chunks: int) -> bool:
-    """Return whether Megatron-LM overlaps exchanges with another micro-batch: of one stage, or of several chunks."""
+    """Return whether Megatron-LM can overlap exchanges with another micro-batch: of one stage, or of several chunks."""
     return num_microbatches > 1 and (pp_size == 1 or num_chunks > 1)
 
 
@@ -125,7 +125,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     loss_chunks: int = 1
 
     def on(self, cluster: Cluster) -> "CostModel":
-        """Return the cost model on some of the nodes; layers, which cost what their node types do, are priced once."""
+        """Return the cost model on a subset of the nodes; prices of layers are reused."""
         other = msgspec.structs.replace(self, cluster=cluster)
         vars(other)["layer"] = self.layer
         return other
@@ -134,7 +134,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     def redistribution(
         self, type_name: str, source: Layout, target: Layout, topology: StageTopology, samples: int
     ) -> Cost:
-        """Return the cost of bringing the outputs of a layer of that type from one layout to another, one way.
+        """Return the cost of changing the outputs of a layer of a type from one layout to another, in one direction.
 
         Forward goes from the layer's layout to the next one's, backward the other way round.
         """
@@ -180,7 +180,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         return {name: self.profiles.of_device(self.cluster.node_types[name].device) for name in names}
 
     def turns(self, pp_size: int, num_microbatches: int, num_chunks: int) -> Turns:
-        """Return what of a plan's shape changes the costs of layers, under these profiles.
+        """Return the properties of a plan's shape that change the costs of layers, under these profiles.
 
         An exchange overlaps with another micro-batch where there is one stage, or several chunks of each.
         """
@@ -193,7 +193,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_property
     def _shape_counts(self) -> tuple[bool, bool, bool]:
-        """Whether exchanges overlap in some profile, one has least times of pipelines, and all hold tied ones once."""
+        """Return whether exchanges overlap or pipelines have least times in any profile, and ties exist once in all."""
         each = self._profiles_by_type.values()
         overlaps = any(one.exchange is not None and one.exchange.overlapped for one in each)
         ties = bool(self.model.tied) and all(one.held.ties for one in each)
@@ -220,7 +220,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_method
     def send(self, type_name: str, layout: Layout, link: Link, samples: int) -> Cost:
-        """Return the cost of handing the outputs of a layer of that type to the next pipeline stage, one way."""
+        """Return the cost of sending the outputs of a layer of a type to the next pipeline stage, in one direction."""
         outputs, shape = self.model.types[type_name].outputs, (link.consecutive, link.across_nodes)
         ends = map(self.profiles_on, link.node_types)
         return _slower(send_time(profiles, *shape, layout, samples, outputs, self.compute_bytes) for profiles in ends)
@@ -235,7 +235,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         node_types: tuple[str, ...],
         samples: int,
     ) -> Cost:
-        """Return the cost of handing outputs of that type of layer to a pipeline stage of another width, one way.
+        """Return the cost of sending a layer type's outputs to a pipeline stage of another width, in one direction.
 
         `nodes` are those of both stages' ranks, as `nodes_of` counts them, and `node_types` those of both stages.
         """
@@ -252,7 +252,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @property
     def compute_bytes(self) -> int:
-        """Bytes of one number of an activation."""
+        """Return the bytes of one number in the compute format."""
         return ITEMSIZE[self.precision.compute]
 
     @cached_method
@@ -265,9 +265,9 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         single_microbatch: bool,
         turns: Turns = PLAIN_TURNS,
     ) -> LayerCost:
-        """Return all costs of a layer of that type on a pipeline stage, for `samples` in a microbatch.
+        """Return all costs of a layer of a type on a pipeline stage, for `samples` in a micro-batch.
 
-        Raises BadInput when a profile lacks a point.
+        Raises BadInput when a profile has no such point.
         """
         reduces_every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
         compute, further, least = self._passes(type_name, of_passes(strategy), topology, samples, turns)
@@ -311,7 +311,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         single_microbatch: bool,
         turns: Turns = PLAIN_TURNS,
     ) -> Numbers:
-        """Return what the solver counts of layers of that type under many strategies at once [7, strategies].
+        """Return the solver's numbers for layers of a type under many strategies at once [7, strategies].
 
         In the order of the solver's `Options`, these are the numbers of `layer`: time of a microbatch, time once a
         step, state, gradients and their sums, activations and workspace.
@@ -368,7 +368,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     def _passes(
         self, type_name: str, strategy: Strategy, topology: StageTopology, samples: int, turns: Turns
     ) -> tuple[ComputeCost, list[Duration], Passes]:
-        """Return the costs of a microbatch's passes: what is computed, further messages, and the host's least time."""
+        """Return the costs of a micro-batch's passes: computation, further messages, and the host's least time."""
         views, rank_samples = topology.each_type, axes_of(strategy).rank_samples(samples)
         compute = slowest_compute([self._compute(type_name, strategy, on, rank_samples) for on in views])
         if type_name == HEAD and self.loss_chunks > 1:
@@ -390,7 +390,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     def _all_parameters(
         self, type_name: str, strategy: Strategy, topology: StageTopology, single_microbatch: bool, tied: bool
     ) -> LayerParameters:
-        """Return the costs of a layer's parameters, with those of experts that are split over ranks.
+        """Return the costs of a layer's parameters, including experts that are sharded over ranks.
 
         `tied`: without those that the embedding holds for the layer.
         """
@@ -494,7 +494,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     def _further_traffic(
         self, type_name: str, strategy: Strategy, topology: StageTopology, samples: int
     ) -> tuple[Duration, ...]:
-        """Return the time that tensor and sequence parallelism take beyond the profiled one, in each kind of pass.
+        """Return the time of tensor and sequence parallelism in excess of the profiled one, in each kind of pass.
 
         They were profiled, and are inside the layer's times, among neighbours inside one node: of more ranks than a
         node has, which an estimate alone can be of, as many as it has stand for them.

@@ -1,4 +1,4 @@
-"""What a layer costs on one rank, in whole picoseconds and bytes."""
+"""The cost of a layer on one rank, in whole picoseconds and bytes."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from shardwright_search.step.pareto import Numbers
 
 
 class Cost(NamedTuple):
-    """A time in picoseconds, one way, and a warning if it is based on numbers that were not measured."""
+    """A time in picoseconds, in one direction, and a warning if it is based on numbers that were not measured."""
 
     time_ps: int
     warning: str | None
@@ -26,7 +26,7 @@ class Gather(NamedTuple):
     overhead_ps: int = 0
 
     def added_ps(self, compute_ps: int) -> int:
-        """Return what it adds to a computation that it starts with."""
+        """Return the time that the gather adds to the computation that it overlaps with."""
         return round(overlapped_time(compute_ps, Duration(self.alone_ps), self.slowdowns)) + self.overhead_ps
 
 
@@ -62,18 +62,18 @@ class LayerCost(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def microbatch_ps(self) -> int:
-        """Forward and backward of one microbatch with what gathers and reductions add to them."""
+        """Return forward and backward time of one micro-batch, including what gathers and reductions add."""
         gathers = self.gather_forward_ps + self.gather_backward_ps
         return self.forward_ps + self.backward_ps + gathers + self.sync_every_ps
 
     @property
     def exposed_ps(self) -> int:
-        """Time of what comes once a step."""
+        """Return the time that occurs once a step: gradient sync and optimizer."""
         return self.sync_ps + self.optimizer_ps
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that are held all step long; other gradients come with the first backward pass."""
+        """Return the bytes that are allocated all step long; gradients are allocated by the first backward pass."""
         return self.memory.all_step_bytes
 
 
@@ -83,10 +83,10 @@ def gather_of(overlapped: Overlapped) -> Gather:
 
 
 def all_picoseconds(times_s: Numbers) -> Numbers:
-    """Return many times as `picoseconds` does."""
+    """Return seconds in an array, rounded to whole picoseconds."""
     return np.asarray(np.rint(times_s * 1e12))
 
 
 def picoseconds(time_s: float) -> int:
-    """Return seconds as whole picoseconds."""
+    """Return seconds, rounded to whole picoseconds."""
     return round(time_s * 1e12)

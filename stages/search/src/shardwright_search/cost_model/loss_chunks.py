@@ -1,4 +1,4 @@
-"""What a head costs whose logits are computed for some positions at a time, and again in the backward pass."""
+"""The cost of a head that computes its logits in chunks of positions, and again in the backward pass."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from shardwright.types.model_profile import LayerFigures, StateRow
 
 
 class LossChunks(NamedTuple):
-    """The number of chunks in which a rank's positions go through the logits, and what they are of."""
+    """The number of chunks in which a rank computes its logits, with the model and precision."""
 
     number: int
     model: Model
@@ -19,7 +19,7 @@ class LossChunks(NamedTuple):
     def figures(
         self, whole: LayerFigures[float], strategy: Strategy, samples: int, states: StateRow
     ) -> LayerFigures[float]:
-        """Return the figures of a head from those of one that computes all logits at once.
+        """Return the figures of a head with chunks, from the figures of a head that computes all logits at once.
 
         Logits are kept of one chunk; the backward pass repeats the forward one, and adds each chunk's gradients of
         matrices to sums in float32 at least, at the rate at which the optimizer's step was profiled to move bytes.

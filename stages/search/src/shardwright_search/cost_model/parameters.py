@@ -1,4 +1,4 @@
-"""Costs of the parameters of a layer, whatever the microbatch: their memory, and data parallelism's collectives.
+"""Costs of a layer's parameters, independent of the micro-batch: memory, and data parallelism's collectives.
 
 Memory is as this project's runtime holds it, which leaves most to FSDP2, or as another one's habits are (`Held`).
 
@@ -98,7 +98,7 @@ class ParameterMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def all_step_bytes(self) -> int:
-        """Bytes that are held all step long; other gradients come with the first backward pass."""
+        """Return the bytes allocated all step long; other gradients are allocated by the first backward pass."""
         return self.parameters + self.gathered_parameters + self.optimizer + self.gradient_buffer
 
 
@@ -161,7 +161,7 @@ def parameter_memory(
 
 
 def _quantized(kind: LayerType, precision: Precision) -> list[Parameter]:
-    """The frozen matrices of a layer, if the plan has them in few bits."""
+    """Return the frozen matrices of a layer that are quantized, if the plan quantizes them."""
     frozen = (p for p in kind.parameters if not p.trained and len(p.shape) > 1)
     return [] if precision.base is UNSET else list(frozen)
 
@@ -173,7 +173,7 @@ def _stored_bytes(kind: LayerType, precision: Precision, axes: ParameterAxes) ->
 
 
 def _computed_bytes(kind: LayerType, precision: Precision, axes: ParameterAxes) -> int:
-    """The bytes of a layer's parameters on the ranks that compute with them; quantized ones as they are stored."""
+    """Return the bytes of a layer's parameters as they are computed with; quantized ones as they are stored."""
     few = sum(p.numel(axes.tensor.size) for p in _quantized(kind, precision))
     return ITEMSIZE[precision.compute] * (kind.parameter_count(axes.tensor.size) - few) + _few_bits(few, precision)
 
@@ -201,21 +201,21 @@ class Overlapped(NamedTuple):
     """Time in a probe beyond its messages', such as copies and waiting; it overlaps with nothing."""
 
     def overlapped_s(self, compute_s: float) -> float:
-        """Return what its messages add to a pass that takes so long."""
+        """Return the time that the messages add to a pass of this duration."""
         return overlapped_time(compute_s, self.alone, self.slowdowns)
 
     def added_s(self, compute_s: float) -> float:
-        """Return what it adds to a pass that takes so long, overhead included."""
+        """Return the time added to a pass of this duration, including overhead."""
         return self.overlapped_s(compute_s) + self.overhead_s
 
     @property
     def numbers(self) -> tuple[float, float, float, float]:
-        """Return the numbers of `AllOverlapped`."""
+        """Return this collective's numbers, in the order of `AllOverlapped`'s fields."""
         return self.alone.time_s, *(self.slowdowns or (nan, nan)), self.overhead_s
 
 
 class AllOverlapped(NamedTuple):
-    """Many collectives as `Overlapped` has one; slowdowns that are no number: they do not overlap."""
+    """Arrays of many `Overlapped` collectives; NaN slowdowns: no overlap."""
 
     alone_s: Numbers
     slow_compute: Numbers
@@ -223,7 +223,7 @@ class AllOverlapped(NamedTuple):
     overhead_s: Numbers
 
     def added_s(self, compute_s: Numbers) -> Numbers:
-        """Return what each adds to its pass, as `overlapped_time` has it, overhead included."""
+        """Return the time that each adds to its pass, including overhead; vectorized `overlapped_time`."""
         alone_s, slow_compute, slow_collective, overhead_s = self
         hidden_s = alone_s * slow_collective * (1 - 1 / slow_compute)
         longer_s = compute_s * slow_compute + alone_s - compute_s * slow_compute / slow_collective - compute_s
@@ -334,7 +334,7 @@ def s_per_flop(profiles: Profiles, model: Model, type_name: str) -> float:
 
 
 def _share_of_states(states: StateRow, whole: LayerType, group: ParameterGroup) -> StateRow:
-    """Return the times of a group of parameters as its share of those of a layer that were profiled together."""
+    """Return the times of a group of parameters as a share of the times profiled for the whole layer."""
     if group.kind.parameters == whole.parameters:
         return states
     profiled = whole.parameter_count(states.tp_size)
@@ -344,7 +344,7 @@ def _share_of_states(states: StateRow, whole: LayerType, group: ParameterGroup) 
 
 
 class LayerParameters(msgspec.Struct, frozen=True, kw_only=True):
-    """Costs of all parameters of one layer on one rank, whatever strategy each group of them has; times in seconds."""
+    """Costs of all parameters of one layer on one rank, summed over groups of parameters; times in seconds."""
 
     memory: ParameterMemory
     gather_each: Overlapped
@@ -357,7 +357,7 @@ class LayerParameters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def joined_parameters(groups: Sequence[tuple[Strategy, ParameterCosts]]) -> LayerParameters:
-    """Return the total costs of several groups of a layer's parameters, whose messages follow one another."""
+    """Return the total costs of a layer's groups of parameters, whose messages are sent one after another."""
     costs = [each for _, each in groups]
     memory = {name: sum(getattr(c.memory, name) for c in costs) for name in ParameterMemory.__struct_fields__}
     zero3, others = (
@@ -375,7 +375,7 @@ def joined_parameters(groups: Sequence[tuple[Strategy, ParameterCosts]]) -> Laye
 
 
 def _in_turn(collectives: Sequence[Overlapped]) -> Overlapped:
-    """Return the total of collectives that follow one another; those without messages have no slowdowns."""
+    """Return the total of consecutive collectives; those without messages do not affect slowdowns."""
     used = [each for each in collectives if each.alone.time_s or each.overhead_s]
     alone, slowdowns = in_turn(each.alone for each in used), largest_slowdowns(each.slowdowns for each in used)
     return Overlapped(alone, slowdowns, sum(each.overhead_s for each in used))
@@ -418,7 +418,7 @@ def _overlapped(
 
 
 def _overhead_s(profiles: Profiles, states: StateRow, shards: int, message: Message) -> float:
-    """Return the time that a probe's collective of this kind took beyond its message; 0 if not probed.
+    """Return the time that a probe's collective of this kind took in excess of its message; 0 if not probed.
 
     Both are in the same format.
     Replicas of shards sum a part of what the probe summed, and have that part of its overhead.

@@ -15,7 +15,7 @@ H = TypeVar("H", bound=Hashable)
 
 
 def of_parameters(strategy: Strategy) -> Strategy:
-    """Return a strategy without what does not concern parameters."""
+    """Return a strategy without the fields that do not affect parameters."""
     if isinstance(strategy, LayerStrategy) and shares_experts(strategy):
         return replace(strategy, recompute=Recompute.NONE)
     return Strategy(**{name: getattr(strategy, name) for name in Strategy.__struct_fields__})
@@ -30,7 +30,7 @@ def of_passes(strategy: Strategy) -> Strategy:
 
 
 class Parts(NamedTuple):
-    """The parts of many strategies, each once, and which of them each strategy has."""
+    """The distinct parts of many strategies, and the index of each strategy's part."""
 
     passes: tuple[Strategy, ...]
     passes_of: Ints
@@ -41,11 +41,11 @@ class Parts(NamedTuple):
 
 
 def parts_of(strategies: Sequence[Strategy]) -> Parts:
-    """Return the parts of strategies."""
+    """Return the distinct parts of strategies."""
     return Parts(*_numbered(list(map(of_passes, strategies))), *_numbered(list(map(of_parameters, strategies))))
 
 
 def _numbered(values: Sequence[H]) -> tuple[tuple[H, ...], Ints]:
-    """Return the different values, and the number of each among them."""
+    """Return the distinct values, and the index of each value among them."""
     numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
     return tuple(numbers), np.array([numbers[value] for value in values], np.int64)

@@ -57,7 +57,7 @@ def offset_ps(costs: CostModel, stages: Sequence[Sequence[int]]) -> int:
 
 
 def simulated_step_ps(plan: Plan, costs: CostModel) -> int:
-    """Return only a plan's simulated step time, including what every step takes."""
+    """Return only a plan's simulated step time, including the fixed overhead of a step."""
     times = [costs_of_range.times for costs_of_range in range_costs(plan, costs)]
     simulated_ps = step_time_ps(times, plan.schedule, plan.num_microbatches, len(plan.stages[0].layers))
     return simulated_ps + _always_ps(plan, costs)
@@ -70,7 +70,7 @@ def _always_ps(plan: Plan, costs: CostModel) -> int:
 
 
 def evaluate(plan: Plan, profiles: Profiles, costs: CostModel | None = None, timeline: bool = True) -> Evaluation:
-    """Return the price of a plan; `costs` is its cost model, if it is known already.
+    """Return the predicted time and memory of a plan; `costs` is its cost model, if it exists already.
 
     Without `timeline` there are no events, and very many microbatches are not all played.
 
@@ -108,7 +108,7 @@ def evaluate(plan: Plan, profiles: Profiles, costs: CostModel | None = None, tim
 
 
 def _closed_form_ps(plan: Plan, stages: Sequence[StageCosts]) -> int:
-    """Return the closed form of a step without what every step takes."""
+    """Return the closed form of a step, without the fixed overhead of a step."""
     microbatch_ps = [stage.microbatch_ps for stage in stages]
     end = max(stage.sum_of("exposed_ps") for stage in stages)
     forms = schedule_of(plan.schedule).closed_forms(plan.num_microbatches, len(plan.stages[0].layers))
@@ -116,7 +116,7 @@ def _closed_form_ps(plan: Plan, stages: Sequence[StageCosts]) -> int:
 
 
 def _communicators(plan: Plan, profiles_of: Sequence[Sequence[Profiles]]) -> Sequence[int | None]:
-    """Return the largest memory of communicators of any rank of each stage; None if they hold none."""
+    """Return the largest memory of communicators on any rank of each stage; None if they use none."""
     sizes = [max(each.communicator_bytes for each in profiles) for profiles in profiles_of]
     if plan.world_size == 1 or not any(sizes):
         return [None] * len(plan.stages)
@@ -125,7 +125,7 @@ def _communicators(plan: Plan, profiles_of: Sequence[Sequence[Profiles]]) -> Seq
 
 
 def _stage_prediction(stage: StageCosts, profiles: Sequence[Profiles], held: int | None) -> StagePrediction:
-    """Return the terms of a stage; `profiles`: of each node type that it is on; `held`: by communicators."""
+    """Return the terms of a stage; `profiles`: of each of its node types; `held`: bytes of communicators."""
     times_ps = {
         "forward": stage.sum_of("forward_ps"),
         "backward": stage.sum_of("backward_ps"),

@@ -1,4 +1,4 @@
-"""The profiles that plans are priced with: indexed, checked to be of the model and machine, and scaled.
+"""The profiles that plans are priced with: indexed, checked against model and machine, and optionally scaled.
 
 Scaled ones are what corrections and what-ifs are made of.
 """
@@ -61,7 +61,7 @@ MADE_FROM = "Made from "
 
 
 class Profiles(NamedTuple):
-    """A hardware and a model profile of one device, with the names of their files, and the other devices' profiles."""
+    """A hardware and a model profile of one device, the names of their files, and the profiles of other devices."""
 
     hardware: HardwareProfile
     hardware_file: Path
@@ -108,12 +108,12 @@ class Profiles(NamedTuple):
 
     @property
     def is_imported(self) -> bool:
-        """Return whether the model profile was made from others' measurements, which cannot be measured again."""
+        """Return whether the model profile was made from others' measurements, which cannot be repeated."""
         return self.notes.startswith(MADE_FROM)
 
     @property
     def beside_experts(self) -> "Profiles":
-        """Return the profiles in which layers lack their experts."""
+        """Return the profiles of layers without their experts."""
         return self._replace(layers=self.rests, fits=self.rest_fits, context=())
 
     @property
@@ -140,7 +140,7 @@ class Profiles(NamedTuple):
 
 
 def together(per_device: Sequence[Profiles]) -> Profiles:
-    """Return profiles of one device each as those of a mixed cluster; raise BadInput if two are for the same device."""
+    """Return profiles of several devices as those of a mixed cluster; raise BadInput for two of the same device."""
     _check_distinct([(profiles.origin.device, profiles.model_file) for profiles in per_device])
     first, *others = per_device
     return first._replace(others=tuple(others))
@@ -259,7 +259,7 @@ def _check_origin(profiles: Profiles, model: Model, precision: Precision, attent
 
 
 def _timed_alike(profiles: Profiles, precision: Precision, compile: bool) -> Iterator[str]:
-    """Yield the texts of formats that differ in that of reduced gradients alone, where the profile times none of them.
+    """Yield formats that differ only in that of reduced gradients, if the profile has no time of reductions.
 
     So it is with imported profiles: passes do not depend on that format, and messages are priced by the hardware's.
     """
@@ -326,7 +326,7 @@ def _scaled_points(points: LayerPoints, by: Scaling) -> LayerPoints:
 
 
 def _scaled_states(states: StateRow, by: Scaling) -> StateRow:
-    """Return the times of parameters multiplied."""
+    """Return the times of parameters, multiplied by factors."""
     reductions = {name: getattr(states, name) * by.reduction for name in ("reduction_s", "scatter_s")}
     return msgspec.structs.replace(states, optimizer_s=states.optimizer_s * by.optimizer, **reductions)
 

@@ -1,4 +1,4 @@
-"""Warnings of a prediction about numbers that nobody measured: one line for each kind of them and each profile."""
+"""Warnings of a prediction about numbers that were not measured: one line for each kind and profile."""
 
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
@@ -49,7 +49,7 @@ def _optimizer_lines(plan: Plan) -> Iterator[str]:
 
 
 def _document_lines(plan: Plan) -> Iterator[str]:
-    """Yield a warning under context parallelism that its order balances whole samples, not separate documents.
+    """Yield a warning that context parallelism balances whole samples, not separate documents.
 
     Masked attention in this project's runtime takes equal time on all ranks, about twice that of causal attention.
     """
@@ -73,7 +73,7 @@ def _load_lines(plan: Plan, profiles: Profiles) -> Iterator[str]:
 
 
 def _device_lines(plan: Plan, profiles: Profiles) -> Iterator[str]:
-    """Yield the lines about the nodes with the device of these profiles."""
+    """Yield the warnings about the nodes with the device of these profiles."""
     layers, points = _used(plan, profiles), dict(_points(plan, profiles))
     messages = frozenset(("messages", str(point.source)) for point in profiles.hardware.points.rows)
     yield from _lines(layers, profiles.model_file, profiles.notes)
@@ -133,7 +133,7 @@ def _points(plan: Plan, profiles: Profiles) -> Iterator[tuple[LayerKey, LayerPoi
 
 
 def _uncertain_lines(points: Mapping[LayerKey, LayerPoints], file: Path) -> Iterator[str]:
-    """Yield a warning if a block's time has an error of more than a fifth of it: the curve's largest."""
+    """Yield a warning if the standard error of a block's time is over a fifth."""
     for key, measured in points.items():
         if key.type not in (EMBEDDING, HEAD) and (worst := float(measured.errors.max())) > MAX_RELATIVE_ERROR:
             error = f"{key.without('sequence_length')} of {file.name}: a standard error of {worst:.0%}"
@@ -166,7 +166,7 @@ def _layers_on(plan: Plan, device: str) -> Iterator[tuple[str, Strategy]]:
 
 
 def _lines(sources: Sources, file: Path, notes: str) -> Iterator[str]:
-    """Yield a line for each kind of numbers that were not measured, with the profile's notes on it."""
+    """Yield a line for each kind of numbers that were not measured, with the profile's note on it."""
     for kind in _QUOTED:
         names = sorted(name for name, source in sources if source == kind)
         if names:

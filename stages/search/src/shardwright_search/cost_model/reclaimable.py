@@ -1,4 +1,4 @@
-"""Memory that a rank is seen to hold beyond what its plan needs: tensors whose place is taken back if it is needed.
+"""Memory that a rank is observed to use beyond its plan's needs, and that the allocator reclaims when needed.
 
 A search counts what a plan needs. Tensors that messages have used on another stream stay until the host has waited for
 these, or until the allocator has no other place.
@@ -38,7 +38,7 @@ def kept_if_it_fits(plan: Plan, profiles: Profiles) -> tuple[int, ...]:
 
 
 def _gathered_bytes(plan: Plan, layers: Sequence[LayerStrategy]) -> float:
-    """The bytes of a micro-batch's inputs of some layers, beyond the rank's own share of them."""
+    """Return the bytes of a micro-batch's full inputs of some layers, beyond the rank's own shard."""
     tensor = plan.model.boundary[-1]
     size = ITEMSIZE[plan.precision.compute] * tensor.features * tensor.sequence_length
     gathered = (layer for layer in layers if layer.sequence_parallel is SequenceParallel.MEGATRON)

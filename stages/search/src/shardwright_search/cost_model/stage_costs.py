@@ -1,4 +1,4 @@
-"""The parts of a plan's step: what each layer range of a pipeline stage does, and what each stage holds."""
+"""The parts of a plan's step: the costs of each layer range, and the memory of each stage."""
 
 from collections.abc import Sequence
 from functools import lru_cache, reduce
@@ -37,7 +37,7 @@ Layer = tuple[str, Strategy]
 
 
 class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """One layer range's layers and what passes between them, in picoseconds and bytes."""
+    """One layer range's layers, and the changes of layout between them, in picoseconds and bytes."""
 
     layers: tuple[LayerCost, ...]
     redistribution_forward_ps: int
@@ -57,7 +57,7 @@ class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def times(self) -> StageTimes:
-        """The times that the simulator plays."""
+        """Return the times that the simulator uses."""
         forward = sum(self._gathered("forward_ps", 1, self.gathered_first[0])) + self.redistribution_forward_ps
         reductions = self._reductions()
         once = forward, sum(reduction.backward_ps for reduction in reductions), self.send_after_ps
@@ -79,7 +79,7 @@ class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gradient_bytes(self) -> int:
-        """All gradients at once, with the sums that are kept in addition to them."""
+        """Return the bytes of all gradients, and of the sums that are stored in addition."""
         return self.sum_of("memory.gradients") + self.sum_of("memory.gradient_sums")
 
     def peak_bytes(self, parts: tuple[Phase, ...]) -> int:
@@ -93,7 +93,7 @@ class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
         return int(reduce(StageMemory.then, layers, no_layers(parts, self.before_bytes)).peak.max())
 
     def pass_bytes(self, last: int, frees: bool) -> list[int]:
-        """Return the most that a microbatch holds in a pass that makes no gradients, and in one that makes them.
+        """Return the peak bytes of a micro-batch in a pass that makes no gradients, and in one that makes them.
 
         While the layer of number `last`, counted from the end, works, the bytes of its output are free, or those of the
         gradient that has come in its place. Sums of later passes count as theirs.
@@ -125,7 +125,7 @@ class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
         return times
 
     def _reductions(self) -> tuple[Reduction, ...]:
-        """Return the layers' backward passes and reductions; redistribution goes to the first, which runs last."""
+        """Return the layers' backward passes and reductions; redistribution is added to the first, which runs last."""
         times = self._gathered("backward_ps", -1, self.gathered_first[1])[::-1]
         if times:  # else the range has no layers, and redistributes nothing
             times[0] += self.redistribution_backward_ps
@@ -134,7 +134,7 @@ class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """One pipeline stage: its layer ranges, one unless it is interleaved, and its activations at their peak."""
+    """One pipeline stage: its layer ranges, one unless it is interleaved, and its peak memory of activations."""
 
     ranges: tuple[RangeCosts, ...]
     activation_bytes: int
@@ -153,7 +153,7 @@ class StageCosts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def range_costs(plan: Plan, costs: CostModel) -> list[RangeCosts]:
-    """Return the costs of the layer ranges, in the order a microbatch goes through them."""
+    """Return the costs of the layer ranges, in the order in which a micro-batch goes through them."""
     ranks = [stage.ranks for _ in plan.stages[0].layers for stage in plan.stages]
     ranges, samples = _layers(plan), plan.microbatch_samples
     # What a range without layers hands on is what it receives.
@@ -192,7 +192,7 @@ def range_costs(plan: Plan, costs: CostModel) -> list[RangeCosts]:
 
 
 def _output_bytes(costs: CostModel, layers: Sequence[Layer], samples: int) -> int:
-    """Return what a rank holds of the output of a range's last layer before the head; 0 for a head by itself."""
+    """Return the bytes of a rank's output of a range's last layer before the head; 0 for a head by itself."""
     kind, strategy = next((layer for layer in reversed(layers) if layer[0] != HEAD), (HEAD, None))
     return 0 if strategy is None else costs.boundary_bytes(kind, layout_of(strategy), samples)
 
@@ -225,7 +225,7 @@ _NO_TRANSFER = _Transfer(_NOTHING, 0, 0, False)
 def _transfer(
     costs: CostModel, handed: Layer, entered: Layer, senders: Sequence[int], receivers: Sequence[int], samples: int
 ) -> _Transfer:
-    """Return what passes from the last layer of a range to the first of the next, between the ranks of their stages."""
+    """Return the cost of passing a micro-batch from the last layer of a range to the first layer of the next."""
     (kind, last), (_, first) = handed, entered
     layout, wanted = layout_of(last), layout_of(first)
     given = costs.boundary_bytes(kind, layout, samples)
@@ -239,7 +239,7 @@ def _transfer(
 
 
 def stage_costs(plan: Plan, stage: int, ranges: Sequence[RangeCosts]) -> StageCosts:
-    """Return a pipeline stage's ranges, and the most that it holds at once without its states.
+    """Return a pipeline stage's ranges, and its peak memory without parameters and optimizer states.
 
     While a microbatch is on its way through a range, that range's own peak comes on top of what others hold. One range
     alone has the phases of the solver; of several, each range's gradients are made by its first backward pass.
@@ -269,7 +269,7 @@ def stage_costs(plan: Plan, stage: int, ranges: Sequence[RangeCosts]) -> StageCo
 def _memory_without_states(
     parts: tuple[Phase, ...], gradients: int, sums: int, activation: int, workspace: int
 ) -> LayerMemory:
-    """Return what a layer holds without its states."""
+    """Return a layer's memory without its states."""
     return layer_memory(parts, 0, gradients, sums, activation, workspace)
 
 
@@ -292,7 +292,7 @@ def _layers(plan: Plan) -> list[list[Layer]]:
 
 
 def _plain(strategy: Strategy) -> Strategy:
-    """Return a strategy without the choices that do nothing at its sizes."""
+    """Return a strategy without choices that have no effect at its sizes."""
     spelled = effective(strategy)
     return replace(strategy, **{name: getattr(spelled, name) for name in Strategy.__struct_fields__})
 

@@ -1,4 +1,4 @@
-"""Time of adding up the gradients of tied parameters, and of bringing them back, once a step."""
+"""Time to sum the gradients of tied parameters over their replicas, once a step."""
 
 from collections.abc import Sequence
 from math import prod
@@ -47,7 +47,7 @@ def shared_cost_ps(costs: CostModel, stages: Sequence[Sequence[int]]) -> int:
 
 
 def types_with_replicas(model: Model) -> frozenset[str]:
-    """Return the types of layers whose ranks are in the group of tied or shared parameters."""
+    """Return the types of layers whose ranks are in the process group of tied or shared parameters."""
     shared = (
         names
         for names in model.layers_by_base.values()

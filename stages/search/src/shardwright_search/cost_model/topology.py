@@ -1,4 +1,4 @@
-"""Where the ranks of a pipeline stage are placed on nodes, and which kinds of groups they form."""
+"""The placement of a pipeline stage's ranks on nodes, and the kinds of groups that they form."""
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -24,12 +24,12 @@ class StageTopology(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return sum(self.on_each_node)
 
     @property
     def each_type(self) -> tuple["StageTopology", ...]:
-        """The topology as the ranks of each node type have it: what all of them do takes as long as the slowest."""
+        """Return the topology once for each node type of the stage; the slowest type determines common times."""
         names = dict.fromkeys(self.node_types or (self.node_type,))
         return tuple(self._replace(node_type=name) for name in names)
 

@@ -1,1 +1,1 @@
-"""Why a plan: its terms by pipeline stage, what binds, what differs, and what would help."""
+"""Explanations of a plan: its terms by pipeline stage, what limits it, and what would help."""

@@ -45,7 +45,7 @@ class LayerAlternatives(NamedTuple):
 
 
 class Change(NamedTuple):
-    """Another strategy for a layer, or for all, with the time that it saves and the memory that it lacks."""
+    """Another strategy for a layer, or for all, with the time that it saves and the memory by which it does not fit."""
 
     low: int
     high: int
@@ -72,7 +72,7 @@ def step_parts(plan: Plan, estimate: Estimate) -> StepParts:
 def faster_changes(
     plan: Plan, before: Evaluation, costs: CostModel, budgets_bytes: Sequence[int], choices: LayerAlternatives
 ) -> tuple[Change, ...]:
-    """Return changes of one layer, or of all where they share a strategy, that make the closed form smaller.
+    """Return changes of one layer, or of all if they have one strategy, that reduce the closed form.
 
     Only data parallelism and recomputation change: the layer's degrees stay, and so do the messages between layers.
     Strategies that the profile has no times for are left out. `budgets_bytes` are those of each stage's ranks.
@@ -119,7 +119,7 @@ def binding_lines(
 
 
 def _memory_lines(changes: Sequence[Change]) -> list[str]:
-    """Return whether memory binds: the change that lacks the least, and one that could be made at once."""
+    """Return whether memory is the limit: the change that misses by the least, and one that could be made at once."""
     kept_out = [change for change in changes if change.lacks_bytes > 0]
     possible = [change for change in changes if change.lacks_bytes <= 0]
     if not kept_out:
@@ -142,7 +142,7 @@ def _change_words(change: Change) -> str:
 
 
 def _others(layer: LayerStrategy, choices: LayerAlternatives) -> Iterator[LayerStrategy]:
-    """Yield strategies that the layer could have instead, each spelled in one way."""
+    """Yield the other strategies that the layer could have, each effect once."""
     for data_parallel, recompute in product(choices.data_parallel, choices.recompute):
         shard_size = 0 if data_parallel is DataParallel.DDP else layer.shard_size
         other = replace(layer, data_parallel=data_parallel, shard_size=shard_size, recompute=recompute)

@@ -1,4 +1,4 @@
-"""Tables and lines as wide as the terminal at most, and what prints them."""
+"""Tables and lines that fit the terminal's width."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -22,29 +22,29 @@ _MOST_COLUMNS = 6
 
 
 class Lines(NamedTuple):
-    """Lines of text; those that are wider than the terminal are broken between words."""
+    """Lines of text, wrapped at the terminal's width."""
 
     lines: Sequence[str]
 
     def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the lines."""
+        """Yield the wrapped lines, as rich requests them."""
         yield Text(wrapped(self.lines, options.max_width))
 
 
 class ShellCommand(NamedTuple):
-    """A command to copy; it is continued by backslashes."""
+    """A shell command to copy, continued by backslashes."""
 
     command: str
 
     def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the command."""
+        """Yield the wrapped command, as rich requests it."""
         yield Text(wrapped_command(self.command, options.max_width))
 
 
 class SplitTable(NamedTuple):
-    """A table of texts in the first column and in those of words, and of numbers in the others, which are never broken.
+    """A table with columns of texts, which may be wrapped, and of numbers, which never are.
 
-    Where its columns have no room beside one another, it is printed as several tables, each with the first column.
+    If its columns have no room beside one another, it is printed as several tables, each with the first column.
     """
 
     title: str
@@ -53,7 +53,7 @@ class SplitTable(NamedTuple):
     """Number of rows above the line, if there are more."""
 
     def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the tables."""
+        """Yield the tables, as rich requests them."""
         for number, columns in enumerate(split_columns(self.columns, 1, options.max_width, _MOST_COLUMNS)):
             yield Text(wrapped([f"{self.title}{' (continued)' if number else ''}"], options.max_width))
             made = Table()

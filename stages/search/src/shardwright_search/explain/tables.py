@@ -1,4 +1,4 @@
-"""Tables of a plan's terms by pipeline stage, of other plans against it, and of the differences of two plans."""
+"""Tables of a plan's terms by pipeline stage, of other plans compared with it, and of two plans' differences."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -53,7 +53,7 @@ def explanation(
     lines: Sequence[str],
     runners_up: Sequence[RunnerUp],
 ) -> RenderableType:
-    """Return tables of time and memory by pipeline stage, `lines` on what binds, and the runners-up."""
+    """Return tables of time and memory by pipeline stage, `lines` on the limits, and the runners-up."""
     parts: list[RenderableType] = [
         Lines([headline(plan), *stage_lines(plan)]),
         _time_table(estimate),
@@ -79,7 +79,7 @@ def answers_shown(title: str, plan: Plan, estimate: Estimate, answers: Sequence[
 
 
 def _time_table(estimate: Estimate) -> SplitTable:
-    """Return times with shares of the stage's time of a microbatch; gradient sync and optimizer come once a step."""
+    """Return times, and their shares of the stage's micro-batch time; gradient sync and optimizer come once a step."""
     stages, rows = estimate.stages, []
     for name in stages[0].time_terms_s:
         terms = [(stage.time_terms_s[name], stage.time_s) for stage in stages]
@@ -163,14 +163,14 @@ def _decision(plan: Plan) -> tuple[object, ...]:
 
 
 class Pair(NamedTuple):
-    """A number for each of two plans."""
+    """One number for each of two plans."""
 
     here: float
     there: float
 
     @property
     def gain(self) -> float:
-        """Return the second less the first."""
+        """Return the second number minus the first."""
         return self.there - self.here
 
 
@@ -218,7 +218,7 @@ def plan_differences(plan: Plan, other: Plan) -> tuple[str, ...]:
 
 
 def difference(plan: Plan, estimate: Estimate, other: Plan, there: Estimate) -> RenderableType:
-    """Return the differences of two plans, both step times, and tables of what each term gains or loses."""
+    """Return the differences of two plans: both step times, and tables of what each term gains or loses."""
     lines = plan_differences(plan, other) or ("nothing that is done",)
     times = [
         f"{name}: {each.simulated_step_time_s * 1e3:.3f} ms a step, {each.samples_per_s:.6g} samples/s, "
@@ -259,7 +259,7 @@ def _changes(
 
 
 def _table(unit: str, binding: str, changes: Sequence[TermChange], scale: float, digits: int) -> SplitTable:
-    """Return a table of this plan's terms, and what the other gains or loses."""
+    """Return a table of this plan's terms, and the other plan's gains or losses."""
 
     def row(change: TermChange) -> list[str]:
         pairs = change.together, change.binding
@@ -281,7 +281,7 @@ def _value(plan: Plan, field: str) -> object:
 
 
 def _effect(strategy: Strategy) -> tuple[object, ...]:
-    """Return the effect of a strategy, however it is spelled."""
+    """Return the effect of a strategy, equal for all equivalent strategies."""
     return effective(strategy), strategy.recompute if isinstance(strategy, LayerStrategy) else None
 
 
@@ -294,13 +294,13 @@ def _cut_differences(plan: Plan, other: Plan) -> Iterator[str]:
 
 
 def _cut_words(plan: Plan) -> str:
-    """Return the numbers of layers of the stages; of interleaved ones those of each chunk, such as 2, 1 + 1, 2."""
+    """Return the numbers of layers of each stage; for interleaved ones of each chunk, such as 2, 1 + 1, 2."""
     counts = [", ".join(str(high - low) for low, high in stage.layers) for stage in plan.stages]
     return counts[0] if len(set(counts)) == 1 else " + ".join(counts)
 
 
 def _layer_differences(plan: Plan, other: Plan) -> Iterator[str]:
-    """Yield a line for neighbouring layers whose strategies differ alike."""
+    """Yield a line for each run of neighbouring layers with the same difference of strategies."""
     effects = [(_effect(here), _effect(there)) for here, there in zip(plan.layers, other.layers, strict=True)]
     for (here, there), run in groupby(range(len(plan.layers)), key=effects.__getitem__):
         low, *others = run

@@ -1,4 +1,4 @@
-"""Searches that differ from a given one: other kinds of plans, more memory or nodes, faster links, smaller batches."""
+"""Changed searches: other kinds of plans, more memory or nodes, faster links, smaller batches."""
 
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -43,14 +43,14 @@ class WhatIf(NamedTuple):
 
 
 class WhatIfAnswer(NamedTuple):
-    """The best plan; or how much each plan lacks; or why there is no such plan, or nothing to price it with."""
+    """The best plan; or by how much no plan fits; or why there is none, or no price for it."""
 
     difference: str
     result: SearchAnswer | Infeasible | BadInput
 
     @property
     def stopped(self) -> bool:
-        """Whether the search ended before it was done."""
+        """Return whether the search was stopped before it was done."""
         return isinstance(self.result, StoppedEarly) or (
             isinstance(self.result, SearchAnswer | Infeasible) and self.result.stopped
         )
@@ -100,9 +100,9 @@ def _kinds(plan: Plan, asked: SearchRequest, file: Path) -> Iterator[tuple[str, 
 
 
 def _kinds_with_experts(plan: Plan, asked: SearchRequest) -> Iterator[tuple[str, SearchRequest]]:
-    """Yield the changes of what a request asks of experts: no grid of their own, other degrees, or no folding.
+    """Yield requests with other experts: sharded as their layer, other degrees, or no folding.
 
-    Nothing is folded where experts' features are shared out as the rest of the layer is, and ep_size divides dp_size.
+    Nothing is folded where experts' features are sharded as the rest of the layer is, and ep_size divides dp_size.
     """
     if not asked.ep_sizes:
         return
@@ -128,7 +128,7 @@ def outlook(plan: Plan, request: SearchRequest, profiles: Profiles, file: Path) 
 
 
 def more_memory(request: SearchRequest, cluster: Cluster, factor: float) -> tuple[SearchRequest, Cluster]:
-    """Return the budget, and the devices' memory that bounds it, times a factor; the reserve stays."""
+    """Return the budget, and the devices' memory that limits it, multiplied by a factor; the reserve is unchanged."""
     match request.memory_gib:
         case dict() as budgets:
             budget: dict[str, float] | float | None = {name: gib * factor for name, gib in budgets.items()}
@@ -141,7 +141,7 @@ def more_memory(request: SearchRequest, cluster: Cluster, factor: float) -> tupl
 
 
 def faster_links(profiles: Profiles, factor: float) -> Profiles:
-    """Return profiles whose messages, and the measured cost of gradient reduction, take 1 / factor the time.
+    """Return profiles whose messages, and the measured cost of gradient reduction, take 1 / factor of the time.
 
     Tensor and sequence parallelism inside a layer stay: a model profile has them in one number with the computation.
     """
@@ -156,7 +156,7 @@ def more_nodes(cluster: Cluster, group: int, count: int) -> Cluster:
 
 
 class Remedies(NamedTuple):
-    """Changes of an infeasible request, each of which alone makes it feasible; None where no such change is known."""
+    """Changes of an infeasible request, each of which makes it feasible by itself; None if none is known."""
 
     global_batch_size: int | None
     """The largest divisor of the batch size, or of the smallest in a range, that fits."""
@@ -165,7 +165,7 @@ class Remedies(NamedTuple):
 
 
 def better_batches(question: WhatIf, searched: SearchAnswer, deadline: float) -> Iterator[Candidate]:
-    """Yield the best plan of each batch size nearby that all devices divide, where it is much faster by the sample.
+    """Yield the best plans of similar batch sizes that all devices divide, if much faster for each sample.
 
     `searched` is the answer to the question, whose batch size they do not divide. A bound rules most sizes out, without
     a search. None is looked at after `deadline` or Ctrl-C.
@@ -233,7 +233,7 @@ def further_remedies(
 
 
 def _more_nodes(cluster: Cluster, profiles: Profiles) -> range:
-    """Return numbers of nodes of a cluster of equal ones, up to the devices of the largest group that was measured."""
+    """Return larger numbers of nodes of a homogeneous cluster, up to the largest group that was measured."""
     group, *others = cluster.nodes
     hardware = profiles.used(cluster)[0].hardware
     largest = max((key.group_size for key in hardware.curves), default=0)

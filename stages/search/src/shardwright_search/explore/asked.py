@@ -1,4 +1,4 @@
-"""What the page asks, as the query of its address has it."""
+"""The settings of the page's form, as its URL's query has them."""
 
 from collections.abc import Mapping
 from typing import Annotated
@@ -16,7 +16,7 @@ _MOST_SETTINGS = 200
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The settings of the page; what is left out is as `advise` has it."""
+    """The settings of the page; those left out have the defaults of `advise`."""
 
     model: _Text
     gpus: _Text
@@ -26,7 +26,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     budget_gib: Gib | None = None
 
     def options(self, time_limit_s: float) -> AdviseOptions:
-        """Return the question as `advise` is asked it."""
+        """Return the settings as options of `advise`."""
         return AdviseOptions(
             model=self.model,
             gpus=self.gpus,
@@ -39,7 +39,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def asked_of(settings: Mapping[str, str]) -> Asked:
-    """Return the settings that are given and not empty; raises BadInput naming the one at fault."""
+    """Return the settings that are not empty; raise BadInput naming the one at fault."""
     given = {name: value for name, value in settings.items() if value}
     if (odd := next((name for name, value in given.items() if has_controls(value)), None)) is not None:
         raise BadInput(odd, "contains control characters", "give another")
@@ -54,11 +54,11 @@ def asked_of(settings: Mapping[str, str]) -> Asked:
 
 
 def settings_of(query: str) -> dict[str, str]:
-    """Return the settings of a query; of those that stand twice the last one."""
+    """Return the settings of a query; of repeated settings the last one."""
     return dict(parse_qsl(query, max_num_fields=_MOST_SETTINGS))
 
 
 def query_of(link: str) -> str:
-    """Return the query of an address, or of what stands behind its question mark, without a token."""
+    """Return the query of a URL, or of the part after its question mark, without the token."""
     query = urlsplit(link).query if "://" in link else link.removeprefix("?")
     return "&".join(part for part in query.split("&") if part and not part.startswith("token="))

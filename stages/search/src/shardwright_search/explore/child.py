@@ -39,7 +39,7 @@ Tell = Callable[[str, Mapping[str, Any]], None]
 
 
 def tell_all(asked: Asked, brief: bool, tell: Tell) -> None:
-    """Tell the best plan so far, and then the answer; unless `brief` also its files and what stands beside it."""
+    """Send the best plan so far, and then the answer; unless `brief`, also its files and further parts of the page."""
     options = asked.options(LIMITS_S[-1])
     found: tuple[Question, SearchAnswer] | str = ""
     for found in _answers(asked, question_of(options), lambda line: tell("progress", {"words": line})):
@@ -64,7 +64,7 @@ def tell_all(asked: Asked, brief: bool, tell: Tell) -> None:
 def _answers(
     asked: Asked, question: Question, line: Callable[[str], None]
 ) -> Iterator[tuple[Question, SearchAnswer] | str]:
-    """Yield the answer of each search that found more than the one before; a text if nothing fits."""
+    """Yield the answer of each search that improves on the one before; a text if nothing fits."""
     for limit_s in LIMITS_S:
         options = asked.options(limit_s)
         try:
@@ -93,7 +93,7 @@ def _parts(sized: Sized) -> dict[str, str]:
 
 
 def _row(asked: Asked, sized: Sized) -> list[tuple[str, str]]:
-    """Return what is compared when answers stand side by side: names and values."""
+    """Return the names and values by which answers are compared side by side."""
     question, plan, estimate = sized.question, sized.plan, sized.estimate
     price = usd_per_billion_tokens(plan, estimate)
     return [
@@ -109,7 +109,7 @@ def _row(asked: Asked, sized: Sized) -> list[tuple[str, str]]:
 
 
 def _files(options: AdviseOptions, answer: SearchAnswer) -> dict[str, Any]:
-    """Return the files that start the plan, and what they cannot hold; or why there are none."""
+    """Return the files that start the plan, and what they cannot express; or why there are none."""
     plan = answer.chosen.plan
     try:
         if options.target is not None:
@@ -138,7 +138,7 @@ def _priced_point(gpus: str, outcome: Outcome) -> Point | None:
 
 
 def main() -> int:
-    """Read settings, and print events until all is told."""
+    """Read settings, and print events until the answer is complete."""
 
     def tell(kind: str, content: Mapping[str, Any]) -> None:
         sys.stdout.write(json.dumps({"kind": kind, **content}) + "\n")

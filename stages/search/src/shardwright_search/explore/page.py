@@ -1,4 +1,4 @@
-"""The page of `explore`: its form, and the places of what is found."""
+"""The page of `explore`: its form, and placeholders for results."""
 
 from html import escape
 from importlib.resources import files
@@ -58,7 +58,7 @@ def _form() -> str:
 
 
 def _nodes(number: str, name: str) -> str:
-    """Return the fields for nodes of one type."""
+    """Return the form fields for the nodes of one type."""
     devices = {key: each.memory_bytes for key, each in read_devices().devices.items() if each.memory_bytes}
     listed = "".join(
         f'<option value="{escape(key)}">{escape(key)}, {size / GIB:.0f} GiB</option>' for key, size in devices.items()

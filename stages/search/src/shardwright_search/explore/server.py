@@ -1,4 +1,4 @@
-"""The server of the page: on this machine alone, for those who have the token of its address.
+"""The server of the page: reachable from this machine only, with a token in its URL.
 
 Pages of other sites cannot read from it: they do not know the token, and a name that they let mean this machine is not
 in the header `Host` that is accepted.
@@ -88,7 +88,7 @@ class Explorer(ThreadingHTTPServer):
         return child
 
     def end(self, page: str, child: "subprocess.Popen[str]") -> None:
-        """End a search, and forget it unless another has taken its place."""
+        """End a search, and remove it unless another has replaced it."""
         child.kill()
         child.wait()
         assert child.stdout is not None
@@ -105,7 +105,7 @@ class Explorer(ThreadingHTTPServer):
             child.kill()
 
     def keep_launch(self, files: dict[str, str]) -> str:
-        """Keep the files that start a plan, and return the key to them."""
+        """Store the files that start a plan, and return their key."""
         key = secrets.token_urlsafe(9)
         with self._lock:
             self._launches[key] = files
@@ -114,7 +114,7 @@ class Explorer(ThreadingHTTPServer):
         return key
 
     def launch(self, key: str) -> dict[str, str] | None:
-        """Return the files of a key; None where they are not kept any more."""
+        """Return the files of a key; None if they are no longer stored."""
         with self._lock:
             return self._launches.get(key)
 
@@ -161,7 +161,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
 
     def _search(self, given: dict[str, str]) -> None:
-        """Send the events of a search as they come; a client that has gone ends it."""
+        """Send the events of a search as they occur; end the search when the client disconnects."""
         settings = {name: value for name, value in given.items() if name not in _OWN}
         page = given.get("page", "")[:80]
         child = self.server.begin(page, settings, brief="brief" in given)
@@ -177,7 +177,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.end(page, child)
 
     def _events(self, child: "subprocess.Popen[str]") -> Iterator[dict[str, Any]]:
-        """Yield the events of a search, files that start a plan as the key to them, and its end in any case."""
+        """Yield the events of a search, with files replaced by their key, and always an end."""
         assert child.stdout is not None
         kind = ""
         for line in child.stdout:
@@ -189,11 +189,11 @@ class _Handler(BaseHTTPRequestHandler):
             yield event
         if kind != "end":
             if child.wait() > 0:
-                yield {"kind": "error", "words": "the search failed: the terminal says why"}
+                yield {"kind": "error", "words": "the search failed: the terminal shows the reason"}
             yield {"kind": "end"}
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing: the address has the token."""
+        """Suppress the log: the URL contains the token."""
 
 
 def zipped(files: Mapping[str, str]) -> bytes:

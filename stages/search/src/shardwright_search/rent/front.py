@@ -42,13 +42,13 @@ class Rented(NamedTuple):
 
 
 class RentalPrice(NamedTuple):
-    """The price of a step on a sub-cluster."""
+    """The time and the price of a step on a sub-cluster."""
 
     step_s: float
     usd: float
 
     def dominates(self, other: "RentalPrice") -> bool:
-        """Return whether it is no worse, and better in one."""
+        """Return whether time and price are both no larger than the other's, and one is smaller."""
         return self.step_s <= other.step_s and self.usd <= other.usd and self != other
 
 
@@ -92,11 +92,11 @@ class Front(NamedTuple):
 
 
 def check_rentable(request: SearchRequest, file: Path) -> None:
-    """Raise BadInput, naming the search file, for what has no price per step or is said of one cluster."""
+    """Raise BadInput, naming the search file, for requests that have no price per step or hold for one cluster only."""
     if isinstance(request.global_batch_size, BatchRange):
         raise BadInput(file, "global_batch_size: a range has no price per step", "give one batch size")
     if isinstance(request.stage_widths, tuple):
-        raise BadInput(file, "stage_widths: listed widths are of one cluster", "use equal or any")
+        raise BadInput(file, "stage_widths: listed widths fit only one cluster", "use equal or any")
 
 
 def find_front(
@@ -148,7 +148,7 @@ def _rented(number: int, target: Target[Configuration]) -> Target[Rented]:
 
 
 class Prices:
-    """The points known so far, and what they leave to be found; prices are by sub-cluster."""
+    """The points known so far, and the limits that they set for other plans."""
 
     def __init__(self, usd_per_hour: Sequence[float]) -> None:
         self._usd_per_hour = usd_per_hour
@@ -166,7 +166,7 @@ class Prices:
         return self.limit_of(target.configuration.sub_cluster)
 
     def limit_of(self, number: int) -> float:
-        """Return the score from which on a plan is dominated, or no better than what is known of its sub-cluster."""
+        """Return the score from which on a plan of a sub-cluster is dominated, or not better than the known one."""
         if number not in self._limits:
             usd_per_s, within = self._usd_per_hour[number] / _HOUR_S, inf
             for price in self.front.values():
@@ -177,7 +177,7 @@ class Prices:
         return self._limits[number]
 
     def take(self, best: Best[Rented]) -> None:
-        """Put a plan on the front, and what it dominates off it."""
+        """Add a plan to the front, and remove the points that it dominates."""
         number = best.target.configuration.sub_cluster
         self._best[number], self._limits = best, {}
         new = self.price(number, best.score)
@@ -195,7 +195,7 @@ class Prices:
 def _spaces(
     request: SearchRequest, model: Model, offered: Sequence[SubCluster], profiles: Profiles, file: Path
 ) -> dict[int, SearchSpace]:
-    """Return what is searched on each sub-cluster that has something; what is alike is priced once."""
+    """Return the search space of each sub-cluster that has plans; equal parts are priced once."""
     spaces: dict[int, SearchSpace] = {}
     for number, (cluster, *_) in reversed(list(enumerate(offered))):
         if (asked := _asked_of(request, cluster)) is not None:
@@ -207,7 +207,7 @@ def _spaces(
 
 
 def _asked_of(request: SearchRequest, cluster: Cluster) -> SearchRequest | None:
-    """Return the request without numbers that do not divide a sub-cluster's devices; None: nothing is left."""
+    """Return the request without numbers that do not divide a sub-cluster's devices; None if nothing is left."""
     devices, equal = cluster.num_devices, request.stage_widths is StageWidths.EQUAL
 
     def fitting(numbers: tuple[int, ...] | None) -> tuple[int, ...] | None:
@@ -225,5 +225,5 @@ def _asked_of(request: SearchRequest, cluster: Cluster) -> SearchRequest | None:
 
 
 def _solvable_of(spaces: Mapping[int, SearchSpace]) -> Callable[[Rented], Solvable]:
-    """Return how a configuration on its sub-cluster is made ready; the last few of all are kept."""
+    """Return a function that prepares a configuration on its sub-cluster for solving; it caches the last few."""
     return lru_cache(_MAX_RECENT)(lambda rented: spaces[rented.sub_cluster].deferred(rented.configuration))

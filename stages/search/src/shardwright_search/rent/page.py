@@ -1,4 +1,4 @@
-"""The front as a page that opens offline: what it says in a sentence, its picture, and its points."""
+"""The front as a self-contained page: a sentence, a picture, and the points."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -16,7 +16,7 @@ _RULED_OUT = "Sub-clusters that are no point of the front"
 
 
 class FrontWords(NamedTuple):
-    """What the page says beside the points: of which model and cluster they are, and what is proven of them."""
+    """Words for the page: model, cluster, and what is proven."""
 
     model: str
     cluster: str
@@ -44,7 +44,7 @@ def front_page(rows: Sequence[SubClusterRow], plans: Mapping[str, Plan], drawing
 
 
 def first_line(points: Sequence[SubClusterRow], words: FrontWords) -> str:
-    """Return the two ends of the front in words that need no knowledge of plans."""
+    """Return the fastest and the cheapest point of the front, in words that need no knowledge of plans."""
     fastest = min(points, key=lambda row: row.step_s)
     cheapest = min(points, key=lambda row: row.usd_per_step)
     if fastest is cheapest:

@@ -16,7 +16,7 @@ MAX_SUB_CLUSTERS = 100_000
 
 
 class SubCluster(NamedTuple):
-    """Some of the nodes of a cluster, and what they cost."""
+    """A subset of a cluster's nodes, and its price."""
 
     cluster: Cluster
     counts: tuple[int, ...]
@@ -25,7 +25,7 @@ class SubCluster(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its nodes in words, such as 2xp4d+1xg5."""
+        """Return the sub-cluster's nodes in words, such as 2xp4d+1xg5."""
         return "+".join(f"{group.count}x{group.node_type}" for group in self.cluster.nodes)
 
 
@@ -52,7 +52,7 @@ def sub_clusters(cluster: Cluster, offers: Offers, cluster_file: Path, offers_fi
     if (total := prod(map(len, possible))) > MAX_SUB_CLUSTERS:
         raise BadInput(offers_file, f"{total} sub-clusters, more than {MAX_SUB_CLUSTERS}", "list fewer counts")
     if not any(map(any, possible)):
-        raise BadInput(offers_file, "counts: no node can be had", "list a count above 0")
+        raise BadInput(offers_file, "counts: there are no nodes", "list a count above 0")
     offered = (
         SubCluster(
             _of_counts(cluster, dict(zip(names, counts, strict=True))),

@@ -26,7 +26,7 @@ _CHARACTER, _LINE = 7.0, 12.0
 
 
 class Status(StrEnum):
-    """The outcome for a sub-cluster."""
+    """The outcomes for a sub-cluster."""
 
     FRONT = "front"
     """No other is as fast and as cheap."""
@@ -44,7 +44,7 @@ _USD = Meta(extra={"unit": "USD"})
 
 
 class SubClusterRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One sub-cluster."""
+    """A row for one sub-cluster."""
 
     nodes: _Text
     """Number of each node type, as 2xp4d+1xg5."""
@@ -69,7 +69,7 @@ class SubClusterRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FrontFile(Profile):
-    """front.h5."""
+    """The file front.h5."""
 
     FORMAT: ClassVar[str] = "shardwright.front"
     VERSION: ClassVar[int] = 2
@@ -87,12 +87,12 @@ def rows_of(front: Front, steps: int | None, simulated_s: dict[int, float]) -> t
 
 
 def plan_name(answer: SubClusterAnswer) -> str:
-    """Return the name of its plan's file."""
+    """Return the name of the file of a sub-cluster's plan."""
     return f"{answer.sub_cluster.name}.json"
 
 
 def status_of(answer: SubClusterAnswer) -> Status:
-    """Return the outcome."""
+    """Return the outcome for a sub-cluster."""
     if answer.on_front:
         return Status.FRONT
     if answer.is_open:
@@ -171,7 +171,7 @@ def _drawing(
 
 
 def _names(places: dict[str, tuple[float, float]], chosen: frozenset[str]) -> Iterator[str]:
-    """Yield names beside their points, chosen ones first; one that would lie over another is left to the hover text."""
+    """Yield labels next to their points, chosen ones first; labels that would overlap appear only on hover."""
     drawn: list[tuple[float, float, float]] = []
     for nodes in sorted(places, key=lambda nodes: nodes not in chosen):
         x, y = places[nodes][0] + 6, places[nodes][1] - 4

@@ -1,1 +1,1 @@
-"""The simulation of a step, and its trace."""
+"""The simulation of a step, and its export as a trace."""

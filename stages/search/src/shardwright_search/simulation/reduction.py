@@ -6,21 +6,21 @@ from typing import NamedTuple
 
 
 class Reduction(NamedTuple):
-    """A layer's share of a backward pass, and the reduction of the gradients that it makes, each alone."""
+    """A layer's backward time, and the time to reduce its gradients, each without overlap."""
 
     backward_ps: int
     sync_ps: int
 
 
 class Overlap(NamedTuple):
-    """Time when overlapped with the other over time alone, of a backward pass and of a reduction that run at once."""
+    """Slowdowns of a backward pass and a reduction that overlap: the ratio to the time without overlap."""
 
     compute_slowdown: float
     message_slowdown: float
 
 
 class BackwardPass(NamedTuple):
-    """A backward pass and its reductions, in picoseconds since it began."""
+    """A backward pass and its reductions, in picoseconds since its start."""
 
     gradient_ps: int
     """Time at which the gradient for the stage before is there."""
@@ -31,10 +31,10 @@ class BackwardPass(NamedTuple):
 
 
 def backward_pass(layers: Sequence[Reduction], overlap: Overlap | None, gradient_sync_ps: int = 0) -> BackwardPass:
-    """Play one pass over `layers`, which are in forward order and so go from the last to the first.
+    """Simulate one pass over `layers`, which are in forward order and so run from the last to the first.
 
     A reduction waits for its layer's gradients and for the reductions before it. While one overlaps with a backward
-    pass each advances at 1 / slowdown; without an overlap all of them come behind. Then follows `gradient_sync_ps`.
+    pass each advances at 1 / slowdown; without an overlap all of them follow. Then follows `gradient_sync_ps`.
     Every event is rounded up to a picosecond.
     """
     now = begun = 0
@@ -66,5 +66,5 @@ def backward_pass(layers: Sequence[Reduction], overlap: Overlap | None, gradient
 
 
 def _left(work_ps: int, slowdown: float, spent_ps: int) -> int:
-    """Return what is left of some work after a time at 1 / slowdown."""
+    """Return the remaining work after a time at 1 / slowdown."""
     return 0 if spent_ps >= ceil(work_ps * slowdown) else work_ps - floor(spent_ps / slowdown)

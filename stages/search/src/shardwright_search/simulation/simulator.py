@@ -42,7 +42,7 @@ class StageTimes(NamedTuple):
     """Passes of one microbatch other than forward and backward, by kind."""
 
     def pass_times(self, kind: Pass, last: bool) -> BackwardPass:
-        """Return the times of a pass of the last microbatch, or of another one.
+        """Return the times of a pass of the last micro-batch, or of another one.
 
         Raises ValueError for a kind that has no time here.
         """
@@ -54,7 +54,7 @@ class StageTimes(NamedTuple):
         return BackwardPass(time_ps, time_ps)
 
     def backward_pass(self, last: bool) -> BackwardPass:
-        """Return the backward pass of the last microbatch, or of another one.
+        """Return the backward pass of the last micro-batch, or of another one.
 
         Raises ValueError where the layers' backward passes are not together `backward_ps`.
         """
@@ -66,7 +66,7 @@ class StageTimes(NamedTuple):
 
 
 class Event(NamedTuple):
-    """Something a pipeline stage does for a while; None where it is not for one microbatch or one chunk.
+    """An event of a pipeline stage; None where it does not belong to one micro-batch or one chunk.
 
     `send_forward` and `send_backward` are on the stage's link to the next or to the previous stage.
     """
@@ -92,7 +92,7 @@ def simulate(
     num_microbatches: int,
     num_chunks: int = 1,
 ) -> Simulation:
-    """Play the schedule: an action starts when its stage is free and its message has come.
+    """Simulate the schedule: an action starts when its stage is free and its message has arrived.
 
     `ranges` are in the order a microbatch goes through them: chunk 0 of every stage, then chunk 1 of every stage.
 
@@ -125,10 +125,10 @@ def simulate(
 
 
 def step_time_ps(ranges: Sequence[StageTimes], schedule: Schedule, num_microbatches: int, num_chunks: int = 1) -> int:
-    """Return when the last event of `simulate` ends, without making its events.
+    """Return when the last event of `simulate` ends, without making the events.
 
     Of very many microbatches some are played, until the passes repeat themselves; each period more adds as much as the
-    last one. Where they do not yet repeat themselves, that is half of those played.
+    last one. If they do not yet repeat themselves, that is half of those played.
     """
     num_stages = len(ranges) // num_chunks
     enough = num_played(len(ranges), num_stages, num_microbatches)
@@ -150,7 +150,7 @@ def step_time_ps(ranges: Sequence[StageTimes], schedule: Schedule, num_microbatc
 
 
 def num_played(num_ranges: int, num_stages: int, num_microbatches: int) -> int:
-    """Return after how many microbatches `step_time_ps` looks whether the passes repeat themselves, at most all.
+    """Return the number of micro-batches that `step_time_ps` simulates before it looks for a period, at most all.
 
     They are fewer by whole groups: how interleaved passes repeat themselves depends on what is beside those.
     """
@@ -167,7 +167,7 @@ def has_timeline(num_ranges: int, num_stages: int, num_microbatches: int) -> boo
 def _played(
     ranges: Sequence[StageTimes], schedule: Schedule, num_microbatches: int, num_chunks: int
 ) -> tuple[int, list[int]]:
-    """Return when the last event ends, and when each pass starts, by its number on a microbatch's way."""
+    """Return when the last event ends, and when each pass starts, by its index on a micro-batch's way."""
     num_stages = len(ranges) // num_chunks
     order = _order(schedule, num_stages, num_microbatches, num_chunks)
     times = _run_passes(order, _steps(ranges, schedule), num_stages, num_microbatches)
@@ -176,7 +176,7 @@ def _played(
 
 
 def _period(starts: NDArray[np.int64], num_stages: int) -> tuple[int, int | None]:
-    """Return after how many microbatches all starts [passes, microbatches] are as much later as those before.
+    """Return the period, in micro-batches, after which all starts [passes, microbatches] repeat with a shift.
 
     And by how much, where that is the same for all passes; that of GPipe's is one for forward and one for backward.
     """
@@ -191,7 +191,7 @@ def _period(starts: NDArray[np.int64], num_stages: int) -> tuple[int, int | None
 
 
 def lower_bound_ps(ranges: Sequence[StageTimes], num_microbatches: int, num_chunks: int = 1) -> int:
-    """Return a time that no order of the passes can beat, as long as every range's last one is of the last microbatch.
+    """Return a lower bound of the step time for any order of the passes.
 
     Range j starts when the first microbatch has come through the ranges before it. Then its stage does all passes of it
     and of the later ranges that the stage holds, with their reductions. The last of these passes is a backward pass:
@@ -261,7 +261,7 @@ class _OrderedAction(NamedTuple):
 
 @lru_cache(maxsize=16)
 def _order(schedule: Schedule, num_stages: int, num_microbatches: int, num_chunks: int) -> tuple[_OrderedAction, ...]:
-    """Return the actions of all stages, each behind those it waits for; kept, for a search simulates many plans."""
+    """Return the actions of all stages, each after those it depends on; cached, since many plans are simulated."""
     pipeline_schedule, num_ranges = schedule_of(schedule), num_stages * num_chunks
     kinds = pipeline_schedule.kinds
     before, way = {kind: number * num_ranges for number, kind in enumerate(kinds)}, len(kinds) * num_ranges

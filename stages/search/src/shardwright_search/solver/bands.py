@@ -24,7 +24,7 @@ _FIRST, _STEP, _COUNT = 0.9, 1.025, 32
 
 
 class StageLowerBounds(NamedTuple):
-    """Lower bounds for a pipeline stage on one device group [start, end]; infinity: it cannot hold that run."""
+    """Lower bounds for a pipeline stage on one device group [start, end]; infinity: that run of layers does not fit."""
 
     time: Numbers
     """A."""
@@ -51,7 +51,7 @@ class Sums(NamedTuple):
 
 
 class Known(NamedTuple):
-    """Bounds of a stage and of all others without bands [runs]."""
+    """Bounds of one stage and of all other stages together, without bands [runs]."""
 
     time: Numbers
     """The stage's A."""
@@ -64,7 +64,7 @@ class Known(NamedTuple):
 
 
 class Rests(NamedTuple):
-    """The least that some stages add to T, given the largest Z of the others, by the layer where they begin or end."""
+    """Lower bounds of what some stages add to T, given the others' largest Z, by the layer where they begin or end."""
 
     sums: Numbers
     """[bands, layers + 1]: of A; never larger in a higher band."""
@@ -81,7 +81,7 @@ class Rests(NamedTuple):
 
 
 class Bands:
-    """The bounds of one configuration; `slowest`: what T is at least above any sum of A.
+    """The bounds of one configuration; `slowest`: lower bound of the part of T in excess of the sum of A.
 
     `costs_of` gives the same object where costs are the same.
     """
@@ -101,13 +101,13 @@ class Bands:
 
     @property
     def lower_ps(self) -> float:
-        """Lower bound on T without tied parameters."""
+        """Return a lower bound on T, without tied parameters."""
         whole = self._after[0].get(self._problem.start_position)
         return np.inf if whole is None else float((whole[:, 0] + np.maximum(self.floors, self._slowest)).min())
 
     @cached_method
     def after(self, stage: int, position: Position) -> Rests:
-        """Return the bounds of a stage and the stages after it, if the stages before it take up `position`."""
+        """Return the bounds of a stage and the stages after it, if the stages before it occupy `position`."""
         sums = self._after[stage][position]
         above = np.minimum.accumulate((sums + self.floors[:, None])[::-1])[::-1]
         return Rests(sums, np.concatenate([above, np.full((1, sums.shape[1]), np.inf)]), self.floors)

@@ -1,6 +1,6 @@
 """The best plan over many configurations: bound all, then solve the most promising ones by bound tightening.
 
-Each configuration is bounded first. The one with the least bound is solved below a limit a little above it; where no
+Each configuration is bounded first. The one with the least bound is solved below a limit a little above it; if no
 plan is below it, that is a proof that raises the bound, and the next limit is further above. The search ends when no
 bound is below the best plan. Stopped early, it still knows the least bound of what is left, and so the gap.
 """
@@ -72,7 +72,7 @@ def plans_below(
 
 
 class Search(Generic[C]):
-    """The configurations of a search, and what is known of each so far: that is true whenever the search is stopped."""
+    """The configurations of a search, and their bounds and plans so far, which are valid whenever the search stops."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Search(Generic[C]):
 
     @property
     def _open(self) -> dict[int, float]:
-        """Bounds of configurations left, the one worked on among them, by number."""
+        """Return the bounds of unsolved configurations by number, including the one being solved."""
         now = {self._now.number: self._now.bound} if self._now.number >= 0 else {}
         return {one.number: one.bound for one in self._left} | now
 
@@ -186,7 +186,7 @@ class Search(Generic[C]):
         self._widen(limit)
 
     def unsolved(self) -> dict[int, float]:
-        """Return the bounds of configurations neither solved nor closed, by number; 0: it was not looked at."""
+        """Return the bounds of configurations neither solved nor ruled out, by number; 0: not bounded yet."""
         return {number: 0.0 for number in range(self.looked_at, len(self._targets))} | self._open
 
     def final_scores(self) -> dict[int, float]:
@@ -195,13 +195,13 @@ class Search(Generic[C]):
         return closed | {number: plans[0].score for number, plans in self.plans.items() if plans}
 
     def tick(self, made: int = 0) -> None:
-        """Raise Spent when all labels are spent."""
+        """Count labels; raise Spent if their limit is exceeded."""
         self._labels += made
         if self._labels > self._max_labels:
             raise Spent
 
     def _relax(self, waits: Callable[[C], bool]) -> None:
-        """Look at every configuration."""
+        """Compute the relaxed bound of every configuration."""
         for number, target in enumerate(self._targets):
             bound = target.score(self._solvable(target.configuration).relaxed_bound_ps)
             if np.isfinite(bound):
@@ -268,7 +268,7 @@ class Search(Generic[C]):
             self.best = self.best_known
 
     def _widen(self, limit: float) -> None:
-        """Find all plans up to a limit, for what was solved below a lower one, as far as that is little work."""
+        """Find all plans up to a limit, for configurations solved below a lower one, as far as that is little work."""
         for number, reach in self._reach.items():
             plans, above = self.plans[number], float(np.nextafter(limit, np.inf))
             if plans and reach < above:
@@ -276,7 +276,7 @@ class Search(Generic[C]):
                 self.plans[number] = tuple(plans_below(*known)) or plans
 
     def _guess(self, here: Open, target: Target[C], limit: float) -> PricedSolution | None:
-        """Return the best guess.
+        """Return the best plan that a heuristic finds; None if it finds none.
 
         If bounds are loose or no plan is known, guess with a growing limit until a plan is found.
         """

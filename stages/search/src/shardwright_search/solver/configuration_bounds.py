@@ -40,7 +40,7 @@ class Rest(NamedTuple):
     mean: Numbers
 
     def with_stage(self, costs: "Rest") -> "Rest":
-        """Return the bounds of one stage more; `stage` is indexed by [end of these stages, end of the new one]."""
+        """Return the bounds with one more stage; `costs` is indexed by [end of these stages, end of the new one]."""
         return Rest(
             (self.total[:, None] + costs.total).min(0),
             np.maximum(self.slowest[:, None], costs.slowest).min(0),
@@ -48,19 +48,19 @@ class Rest(NamedTuple):
         )
 
     def or_(self, other: "Rest | None") -> "Rest":
-        """Return the lesser of two bounds."""
+        """Return the lower of two bounds."""
         return self if other is None else Rest(*map(np.minimum, self, other))
 
 
 class TargetRun(NamedTuple):
-    """A run of layers that a stage can hold, and what A, m A + U and the mixture of g must stay below there."""
+    """A run of layers that a stage may hold, and the limits for its A, m A + U and the mixture of g."""
 
     run: int
     caps: tuple[float, ...]
 
 
 class ConfigurationBounds:
-    """The bounds of one configuration; `rough` ones do with fewer counts of microbatches in flight, and are lower."""
+    """The bounds of one configuration; `rough` ones consider fewer counts of micro-batches in flight, and are lower."""
 
     def __init__(self, problem: Problem, costs_of: CostsOf, rough: bool = False) -> None:
         self.problem, self.costs_of = problem, costs_of
@@ -106,7 +106,7 @@ class ConfigurationBounds:
     def _raise_caps(
         self, caps: Numbers, stage: int, group: int, position: Position, after: Position, limit: float
     ) -> bool:
-        """Raise the caps [runs, weightings] to those of one stage on one group; return whether it can be there."""
+        """Raise the caps [runs, weightings] to those of a stage on a group; return whether the stage can be there."""
         before = self._before[stage][position]
         send = self._send(stage, position, group, after)
         costs, behind = self._costs(stage, group, send), self.after[stage + 1][after]
@@ -130,7 +130,7 @@ class ConfigurationBounds:
         return bool(possible.any())
 
     def _moves(self, stage: int) -> Iterator[tuple[Position, int, Position]]:
-        """Yield each position before a stage, a group that it can be on, and the position then."""
+        """Yield each position before a stage, each group that it can be on, and the position after it."""
         for position, moves in self.problem.placements[stage].items():
             for group, after in moves:
                 yield position, group, after
@@ -166,7 +166,7 @@ class ConfigurationBounds:
 
     @cached_method
     def _send(self, stage: int, position: Position, group: int, after: Position) -> float:
-        """Return the least that a stage's sends take, whatever its neighbours; of one pool wherever it is."""
+        """Return a lower bound of a stage's send time for any neighbours; with one node type, for any position."""
         problem, last = self.problem, self.problem.pp_size - 1
         if not problem.is_mixed:
             return self._min_sends(stage, group)

@@ -1,4 +1,4 @@
-"""Solve every target up to its own limit, which may fall as plans of others are found."""
+"""Solves every target up to its own limit, which may fall as plans of other targets are found."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,7 +13,7 @@ from shardwright_search.solver.targets import Best, C, Solvable, Target
 
 
 class Exhausted(NamedTuple):
-    """Bounds known in the end."""
+    """The bounds at the end of a search."""
 
     bounds: tuple[float, ...]
     """Lower bound of the scores of a target's plans, unless its limit is lower; infinity: it has no plan."""
@@ -32,7 +32,7 @@ def exhaust(
     deadline: float | None = None,
     report: Callable[[float, int], None] = lambda bound, left: None,
 ) -> Exhausted:
-    """Pass the best plan of each target that has one below its limit to `take`, as soon as it is found.
+    """Pass the best plan of each target below its limit to `take`, as soon as it is found.
 
     Targets are worked on by ascending bound. So where limits come from plans with a lower score alone, a target is
     solved no further than it must be: all plans below its bound are known. `deadline` and Ctrl-C end the search early.

@@ -1,4 +1,4 @@
-"""The best plan of an interleaved schedule in a stated space: equal chunks, the same strategies at each position.
+"""The best plan of an interleaved schedule in a restricted space: equal chunks, equal strategies at each position.
 
 The first chunk may lack positions at its start, and the last one at its end. All stages lie alike, every chunk holds
 the same types of layers at the same positions, and a position has the same option in every chunk; embedding and head
@@ -54,7 +54,7 @@ class Interleaved:
 
     @property
     def relaxed_bound_ps(self) -> float:
-        """Quick lower bound on T."""
+        """Return a lower bound on T that is quick to compute."""
         return self._bounds.relaxed_ps
 
     @property
@@ -63,7 +63,7 @@ class Interleaved:
         return self._bounds.lower_ps
 
     def guess(self, below_ps: float) -> PricedSolution | None:
-        """Return a plan with T < below_ps reached from the most promising labels; None: they lead to none."""
+        """Return a plan with T < below_ps from the most promising labels; None if they have none."""
         return next(iter(self._best_plans(self._levels(below_ps, lambda made: None, _GUESSED), below_ps, 1)), None)
 
     def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[PricedSolution, ...]:
@@ -82,7 +82,7 @@ class Interleaved:
         return levels
 
     def _best_plans(self, levels: Sequence[ChunkLabels], below_ps: float, most: int) -> tuple[PricedSolution, ...]:
-        """Return the best plans that labels lead to."""
+        """Return the best plans among those that the labels stand for."""
         plans: list[PricedSolution] = []
         count, outer = len(levels[-1].parent), len(self._embedding.time_ps) * len(self._head.time_ps)
         block = max(1, _MAX_AT_ONCE // outer)
@@ -137,7 +137,7 @@ class Interleaved:
         return ChunkLabels(tuple(chains), parent, option)
 
     def _freed(self, options: Options, position: int | None = None) -> Options:
-        """Return options of a chunk's last position, or of a lone embedding, without memory freed in its passes.
+        """Return options of a chunk's last position, or of a lone embedding, whose output is not freed in its passes.
 
         The gradient of what the chunk gives out, which `_peak_bytes` counts, has taken the output's place.
         """
@@ -216,7 +216,7 @@ class Interleaved:
         return np.stack([*outer, problem.num_chunks * chunk_ps] if problem.pp_size > 2 else outer)
 
     def _peak_bytes(self, labels: ChunkLabels, embedding: Options, head: Options) -> Numbers:
-        """Return the most bytes that any stage holds, by label.
+        """Return the peak bytes of the fullest stage, by label.
 
         Every chunk but the very first holds what it received of each microbatch in flight, and every stage what it is
         receiving for the next pass and, of one microbatch, the gradients of what it received and of what it gave out.
@@ -236,7 +236,7 @@ class Interleaved:
         return np.asarray(np.maximum.reduce(peaks) + 3 * received)
 
     def _with_embedding(self, chain: Chain, embedding: Options) -> _Outer:
-        """Return what the embedding holds when a chunk follows it."""
+        """Return the memory of the embedding together with the chunk after it."""
         if self._problem.lacking[0] == len(self._problem.positions):
             embedding = self._freed(embedding)
         nothing = np.zeros((len(chain.time_ps), 2))
@@ -259,7 +259,7 @@ class Interleaved:
 
 
 def _with_head(chain: Chain, head: Options, received: Numbers) -> _Outer:
-    """Return what the head holds with a chunk ahead of it that has received so much of one microbatch."""
+    """Return the memory of the head together with the chunk before it, which has received `received` bytes."""
     chunk = chain._replace(
         activation_bytes=chain.activation_bytes + received,
         peak_bytes=chain.peak_bytes + received,

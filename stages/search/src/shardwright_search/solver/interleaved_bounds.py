@@ -30,7 +30,7 @@ _WORKSPACE = 5
 
 
 class _Sum(NamedTuple):
-    """Sum in which each number of a plan counts so often; several sums have an axis for them in front."""
+    """A weighted sum of a plan's numbers, given by the weights; several sums are stacked along a leading axis."""
 
     options: Numbers
     """[embedding, head, ranges of positions; time, U, state, activations, gradients, workspace]."""
@@ -50,7 +50,7 @@ class _Sum(NamedTuple):
 
 
 class InterleavedBounds:
-    """The bounds of one configuration: `relaxed_ps`, without layouts, at once, the others when they are asked for."""
+    """The bounds of one configuration: `relaxed_ps`, without layouts, at once, others on first use."""
 
     def __init__(self, problem: InterleavedProblem) -> None:
         self._problem = problem
@@ -86,7 +86,7 @@ class InterleavedBounds:
         yield weights.options[_HEAD] @ self._numbers[problem.head], 1
 
     def _relaxed(self, time: _Sum, memory: _Sum) -> tuple[float, Numbers]:
-        """Return a bound without layouts, and the prices around the one that gives it."""
+        """Return a bound without layouts, and the prices near the one that gives it."""
         costs, counts = zip(*self._costs(time), strict=True)
         dual = Dual(costs, [held for held, _ in self._costs(memory)])
         # More may be freed than was received.
@@ -96,13 +96,13 @@ class InterleavedBounds:
 
     @cached_property
     def lower_ps(self) -> float:
-        """Lower bound on T, with layouts."""
+        """Return a lower bound on T, with layouts."""
         least = (self._steps(0) + self._rest[1].transpose(0, 2, 1)).min((1, 2))
         return max(self.relaxed_ps, float(self._bound(least[:, None])[0]))
 
     @property
     def missing_bytes(self) -> tuple[int, ...]:
-        """Lower bound of the bytes by which the first and the last stage exceed their budgets.
+        """Return a lower bound of the bytes by which the first and the last stage exceed their budgets.
 
         0 or less if they may fit.
         """
@@ -127,7 +127,7 @@ class InterleavedBounds:
 
     @cached_property
     def _layouts(self) -> Ints:
-        """Layouts that positions work in or give out."""
+        """Return the input and output layouts of all positions' options."""
         options = [self._problem.group.options[kind] for kind in self._problem.positions]
         return np.unique(np.concatenate([layouts for o in options for layouts in (o.input_layout, o.output_layout)]))
 
@@ -142,7 +142,7 @@ class InterleavedBounds:
         return [np.empty(0), *reversed(rests)]
 
     def _weights(self, *positions: int) -> Numbers:
-        """Return the weights of what all chunks have that hold some positions [rows, numbers]."""
+        """Return the weights of chunks that all hold some positions [rows, numbers]."""
         with_position = self._problem.spans.with_position
         spans = sorted(set.intersection(*(set(with_position(position)) for position in positions)))
         return np.asarray(self._sums.options[:, _SPANS:][:, spans].sum(1))
@@ -157,7 +157,7 @@ class InterleavedBounds:
         return self._table(weights, kind, at, (len(layouts), len(layouts)))
 
     def _table(self, weights: Numbers, kind: int, at: tuple[Ints, Ints], shape: tuple[int, int]) -> Numbers:
-        """Return the least of the options in each place of a table [rows, *shape]."""
+        """Return the minimum over the options of each entry of a table [rows, *shape]."""
         table = np.full((*shape, len(self._prices)), np.inf)
         np.minimum.at(table, at, (weights @ self._numbers[kind]).T)
         return np.asarray(table.transpose(2, 0, 1))
@@ -225,7 +225,7 @@ def _time(problem: InterleavedProblem, form: ClosedForm, slowest: Place) -> _Sum
 
 
 def _memory(problem: InterleavedProblem, moment: InFlight, end: Place) -> _Sum:
-    """Return a lower bound of what the stage of the embedding or of the head holds at a moment."""
+    """Return a lower bound of the memory at a moment of the stage with the embedding or with the head."""
     v, at_outer, at_first = problem.num_chunks, moment.at_outer, end is Place.FIRST
     options = _no_options(problem)
     options[_SPANS:, 2] = problem.by_span(end, v, 1)
@@ -244,5 +244,5 @@ def _memory(problem: InterleavedProblem, moment: InFlight, end: Place) -> _Sum:
 
 
 def _join(one: Numbers, other: Numbers) -> Numbers:
-    """Return the least over what is between [.., in, between] and [.., between, out]."""
+    """Return the minimum over `between` of [.., in, between] plus [.., between, out]."""
     return np.asarray((one[..., :, :, None] + other[..., None, :, :]).min(-2))

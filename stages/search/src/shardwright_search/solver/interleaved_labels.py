@@ -1,4 +1,4 @@
-"""Labels of the interleaved schedule: ways to treat the first positions of a chunk, and what is compared of them.
+"""Labels of the interleaved schedule: choices of options for the first positions of a chunk, and their comparison.
 
 Chunks that lack positions have numbers of their own, so that a label is as many chains as there are such chunks, and
 one of all positions. Everything that matters grows with each number, so non-dominated labels are enough; what grows
@@ -33,12 +33,12 @@ class Chain(NamedTuple):
     output_layout: Ints
 
     def take(self, rows: Ints) -> "Chain":
-        """Return some of the ways."""
+        """Return the ways in these rows."""
         return Chain._make(column[rows] for column in self)
 
     @property
     def memory(self) -> StageMemory:
-        """What is held of one microbatch [labels, kinds of passes]: without and with passes that make gradients."""
+        """Return the memory of one micro-batch [labels, kinds of passes]: without and with gradients."""
         peaks = np.stack([self.peak_bytes, self.making_bytes], -1)
         return StageMemory(np.broadcast_to(self.activation_bytes[:, None], peaks.shape), peaks)
 
@@ -68,17 +68,17 @@ class ChunkLabels(NamedTuple):
     option: Ints
 
     def take(self, rows: Ints) -> "ChunkLabels":
-        """Return some of the labels."""
+        """Return the labels in these rows."""
         return ChunkLabels(tuple(chain.take(rows) for chain in self.chains), self.parent[rows], self.option[rows])
 
 
 def passes_of(options: Options) -> LayerMemory:
-    """Return what one microbatch holds of a layer [options, kinds of passes]."""
+    """Return the memory of a layer for one micro-batch [options, kinds of passes]."""
     return layer_passes(options.late_bytes + options.sum_bytes, options.activation_bytes, options.workspace_bytes)
 
 
 class _Held(NamedTuple):
-    """Sum of what a stage holds at a moment: each range's numbers so often, and a peak of the chunk worked on."""
+    """The memory of a stage at a moment as a sum: a weight for each range's numbers, and a peak of the active chunk."""
 
     peak: int
     """Index of the peak: 0 for none, 1 for passes that make no gradients, 2 for the others."""
@@ -90,7 +90,7 @@ class _Held(NamedTuple):
     gradients: tuple[float, ...]
 
     def bytes(self, chains: Sequence[Chain]) -> Numbers:
-        """Return the sum of each label."""
+        """Return this sum's bytes for each label."""
         held = np.zeros(len(chains[0].time_ps))
         for chain, states, activations, gradients in zip(
             chains, self.states, self.activations, self.gradients, strict=True
@@ -113,7 +113,7 @@ class Comparison:
         self.held = tuple(_sums_of_moments(problem))
 
     def columns(self, labels: ChunkLabels) -> Numbers:
-        """Return the numbers [labels, columns]."""
+        """Return the numbers to compare [labels, columns]."""
         problem, m = self._problem, self._problem.num_microbatches
         # Of long steps with as many microbatches as stages or more, the first sum is the larger one.
         few = m < problem.pp_size or bool((labels.chains[0].time_ps < 2 * m).any())
@@ -136,9 +136,9 @@ class Comparison:
 
 
 def _sums_of_moments(problem: InterleavedProblem) -> Iterator[_Held]:
-    """Yield what stages hold at moments: a peak, chunks' states, activations, and gradients.
+    """Yield the memory sums of all moments: a peak, and chunks' states, activations and gradients.
 
-    Of peaks 0 is none: activations count once more, where a workspace comes behind a chunk, and gradients, where one
+    Of peaks 0 is none: activations count once more, where a workspace follows a chunk, and gradients, where one
     comes ahead of it. Sums between others are left out: what is no larger in those is no larger in these.
     """
     points: dict[_Held, set[tuple[float, float]]] = {}
@@ -154,7 +154,7 @@ def _sums_of_moments(problem: InterleavedProblem) -> Iterator[_Held]:
 
 
 def _sums_of(problem: InterleavedProblem, place: Place, moment: InFlight) -> Iterator[_Held]:
-    """Yield what a stage may hold at a moment, with the peak of the chunk worked on and with what follows."""
+    """Yield the possible memory sums of a stage at a moment, at the active chunk's peak and right after it."""
     worked_on = problem.span_at(place) if moment.at_outer else 0
     here = np.arange(len(problem.spans.ranges)) == worked_on
     states = problem.by_span(place, problem.num_chunks, place is not Place.MIDDLE)
@@ -181,5 +181,5 @@ def _corners(points: set[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _turn(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float]) -> float:
-    """Return how the way from a to b to c turns; more than 0: left."""
+    """Return the orientation of the points a, b, c; above 0: a left turn."""
     return (b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0])

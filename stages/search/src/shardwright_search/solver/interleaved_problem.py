@@ -23,7 +23,7 @@ _ROUNDS = 4
 
 
 class Place(Enum):
-    """Place of a stage in the pipeline."""
+    """The place of a stage in the pipeline: first, middle or last."""
 
     FIRST = "first"
     """It has the embedding."""
@@ -114,7 +114,7 @@ def _counted(counts: PassCounts, outer: int | None, frees_outputs: bool) -> InFl
 
 
 class Spans(NamedTuple):
-    """The positions that chunks hold."""
+    """The ranges of positions that chunks hold."""
 
     ranges: tuple[range, ...]
     """The distinct ranges: of all positions, as in most chunks, then of the first and of the last chunk."""
@@ -158,7 +158,7 @@ class InterleavedProblem(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_property
     def spans(self) -> Spans:
-        """The positions that chunks hold."""
+        """Return the ranges of positions that chunks hold."""
         whole, (ahead, behind) = len(self.positions), self.lacking
         held = range(whole), range(ahead, whole), range(whole - behind)
         ranges = tuple(dict.fromkeys(held))
@@ -166,7 +166,7 @@ class InterleavedProblem(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """The places that stages have."""
+        """Return the places that stages have."""
         return tuple(place for place in Place if place is not Place.MIDDLE or self.pp_size > 2)
 
     def span_at(self, place: Place) -> int:
@@ -174,7 +174,7 @@ class InterleavedProblem(msgspec.Struct, frozen=True, dict=True, eq=False):
         return {Place.FIRST: self.spans.first, Place.MIDDLE: 0, Place.LAST: self.spans.last}[place]
 
     def by_span(self, place: Place, count: float, outer: float) -> Numbers:
-        """Return how often a stage counts each range, with `count` chunks, `outer` of them with embedding or head."""
+        """Return the weight of each range for a stage with `count` chunks, `outer` of them with embedding or head."""
         counts = np.zeros(len(self.spans.ranges))
         counts[0] = count - outer
         counts[self.span_at(place)] += outer

@@ -1,4 +1,4 @@
-"""Knowledge of a configuration without solving it: some plain plan, and the smallest budget that holds a plan."""
+"""A plain plan, and the smallest memory budget of a configuration, without solving it."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -60,7 +60,7 @@ def _even_groups(problem: Problem) -> tuple[int, ...]:
 
 
 def _alike(problem: Problem, groups: Sequence[int]) -> Iterator[dict[int, tuple[int, ...]]]:
-    """Yield options by device group and type: for each layout the fastest ones, and those that hold least."""
+    """Yield options by device group and type: for each layout the fastest ones, and those with the least memory."""
     layouts = {group: problem.layouts_of_width[problem.device_groups[group].width] for group in groups}
     for number in range(max(map(len, layouts.values()))):
         for lean in (False, True):
@@ -99,7 +99,7 @@ def least_missing_bytes(problem: Problem) -> float:
 
 
 def _least_behind(problem: Problem) -> Numbers:
-    """Return the least that the fullest rank holds [first stage, first layer] of the stages and layers from there on.
+    """Return a lower bound of the fullest rank's memory [first stage, first layer] for the remaining layers.
 
     Let c be the least of a layer's memory on a rank of a stage, and w > 0 a number for each stage. If no stage holds
     more than B, the sum of w B over the stages is no less than the sum of the least w c over the layers. Activations of
@@ -142,10 +142,10 @@ class _MemoryState(NamedTuple):
 
 
 def min_memory(problem: Problem, most_missing_bytes: float = inf) -> MinMemory | None:
-    """Return the plan whose tightest stage exceeds its budget least.
+    """Return the plan that exceeds its budget by the least, at its tightest stage.
 
     None if each exceeds it by more than `most_missing_bytes`.
-    No plan that lacks more than an even one is looked at.
+    Plans with a larger excess than an even plan's are skipped.
     """
     even = min((_missing_bytes(problem, *plan) for plan in _even(problem)), default=inf)
     plan = _lacking(problem, min(even, most_missing_bytes))
@@ -157,7 +157,7 @@ def _lacking(problem: Problem, most_missing_bytes: float) -> MinMemory | None:
     """Return the plan with the smallest excess among those within a limit.
 
     A run of layers needs the least peak over all options, for each input layout and each output layout;
-    cuts and groups that have the smallest largest lack are then found by a dynamic programme.
+    a dynamic programme then finds the cuts and groups with the smallest excess.
     """
     costs_of = cache(lambda group, parts: GroupCosts(problem.device_groups[group], parts))
     runs_on = cache(lambda group, parts, start: _RunPeaks(problem, costs_of(group, parts), start))
@@ -219,7 +219,7 @@ class _RunPeaks:
 
     @cached_method
     def _least(self, before: int, layers: tuple[int, ...]) -> float:
-        """Return the least peak of a run without what it gives out."""
+        """Return the least peak of a run, without its output."""
         for end in range(len(layers)):  # the shorter ones first, lest the recursion go deep
             self._labels(before, layers[:end])
         return float(self._labels(before, layers).memory.peak.max(1).min(initial=np.inf))
@@ -235,7 +235,7 @@ class _RunPeaks:
 
     @cached_method
     def _labels(self, before: int, layers: tuple[int, ...]) -> _MemoryLabels:
-        """Return the labels of a run.
+        """Return the labels of a run, by memory only.
 
         Redistribution costs time, not memory: whatever the output layout of a run, any layer may follow.
         """
@@ -258,7 +258,7 @@ class _RunPeaks:
         return _MemoryLabels(memory.take(rows), received[rows], output[rows])
 
     def _is_last(self, layers: tuple[int, ...]) -> bool:
-        """Return whether a run ends with the head, which gives nothing out."""
+        """Return whether a run ends with the head, which has no output."""
         return layers[-1] == self._problem.layers[-1]
 
 

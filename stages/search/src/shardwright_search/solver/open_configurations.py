@@ -1,4 +1,4 @@
-"""Configurations that are not solved yet, and the limits below which each is solved one after another."""
+"""Configurations that are not solved yet, and the increasing limits below which each is solved."""
 
 from itertools import accumulate
 from typing import NamedTuple
@@ -26,6 +26,6 @@ NOTHING = Open(np.inf, -1, 0)
 
 
 def cuts_of(here: Open, limit: float) -> list[float]:
-    """Return the limits that one after another would be tried, until one is the asked limit."""
+    """Return the increasing limits to try, up to the requested limit."""
     cuts = list(accumulate(LIMITS[here.tries :], lambda cut, more: cut * (1 + more), initial=here.bound))[1:]
     return [*(cut for cut in cuts if cut < limit), limit]

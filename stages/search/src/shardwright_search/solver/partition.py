@@ -87,7 +87,7 @@ class _StageContents(NamedTuple):
 
 
 class Level(NamedTuple):
-    """The labels after some stages, and what their sources are: the position before, and what the stage can hold."""
+    """The labels after some stages, and their origins: the position before, and the run that the last stage holds."""
 
     labels: dict[LabelState, Prefix]
     sources: list[tuple[LabelState, _StageContents]]
@@ -145,7 +145,7 @@ class _Appended(NamedTuple):
 
 
 def _joined(parts_of: dict[_StateWithoutEnd, list[_Appended]], few: bool) -> dict[_StateWithoutEnd, _Appended]:
-    """Return the labels of each state together; `few`: only the most promising ones of all states."""
+    """Return the labels of each state in one table; `few`: only the most promising ones of all states."""
     joined = {
         where: _Appended(
             Prefix(*(np.concatenate(columns) for columns in zip(*(part.labels for part in parts), strict=True))),
@@ -162,7 +162,7 @@ def _joined(parts_of: dict[_StateWithoutEnd, list[_Appended]], few: bool) -> dic
 
 
 def _runs(bounds: ConfigurationBounds, stage: int, start: int, known: dict[int, RunLabels]) -> Iterator[_StageContents]:
-    """Yield what a stage can hold from a layer on, by the labels of runs, in batches small enough to pair."""
+    """Yield the runs that a stage can hold from a layer on, with their labels, in batches small enough to pair."""
     known_runs = ((end, known.get(int(bounds.runs.number[start, end]))) for end in bounds.problem.ends(stage, start))
     runs = [(end, labels) for end, labels in known_runs if labels is not None and len(labels.time_ps)]
     before = list(accumulate((len(labels.time_ps) for _, labels in runs), initial=0))
@@ -177,7 +177,7 @@ def _runs(bounds: ConfigurationBounds, stage: int, start: int, known: dict[int, 
 
 
 def _undominated(problem: Problem, labels: Prefix) -> Ints:
-    """Return labels that no other of their layouts and class replaces: S with any choice of what it raises is more."""
+    """Return the labels that no other label of their layouts and class dominates."""
     none = np.zeros_like(labels.total_ps)
     ways = [(slowest, exposed) for slowest in (none, labels.slowest_ps) for exposed in (none, labels.exposed_ps)]
     columns = [problem.closed_form.time(labels.total_ps, slowest, exposed) for slowest, exposed in ways]
@@ -232,7 +232,7 @@ def _appended(
 
 
 def _least(bounds: ConfigurationBounds, stage: int, position: Position, labels: Prefix, end: Ints) -> Numbers:
-    """Return what T is at least with what is still to come."""
+    """Return a lower bound on T of each label, including all remaining stages."""
     form, rest = bounds.problem.closed_form, bounds.after[stage + 1][position]
     known = form.time(labels.total_ps, labels.slowest_ps, labels.exposed_ps)
     total = form.fill * labels.total_ps
@@ -248,30 +248,30 @@ _FEW_LABELS = 24
 
 
 class PricedSolution(NamedTuple):
-    """A plan of a configuration and its T."""
+    """A plan of a configuration, and its T."""
 
     objective_ps: float
     solution: Solution
 
 
 class Pipeline:
-    """A configuration of GPipe or 1F1B."""
+    """A configuration of GPipe or 1F1B, ready to be solved."""
 
     def __init__(self, problem: Problem, costs_of: CostsOf, relaxed: Relaxed) -> None:
         self._problem, self._costs_of, self._relaxed = problem, costs_of, relaxed
 
     @property
     def relaxed_bound_ps(self) -> float:
-        """Quick lower bound on T."""
+        """Return a lower bound on T that is quick to compute."""
         return self._relaxed.bound_ps(self._problem)
 
     @property
     def lower_ps(self) -> float:
-        """Lower bound on T."""
+        """Return a lower bound on T."""
         return ConfigurationBounds(self._problem, self._costs_of, rough=True).lower_ps
 
     def guess(self, below_ps: float) -> PricedSolution | None:
-        """Return the best plan with T < below_ps among a few labels of each step; None: they contain none."""
+        """Return the best plan with T < below_ps among a few labels of each step; None: they have none."""
         return next(iter(self.solve_below(below_ps, 1, lambda made: None, _FEW_LABELS)), None)
 
     def solve_below(

@@ -1,4 +1,4 @@
-"""A configuration as bare numbers: what the solver sees of a model, a cluster and their costs.
+"""A configuration as arrays of numbers: the solver's view of a model, a cluster and their costs.
 
 All numbers are whole (picoseconds and bytes, in float64): sums are exact whatever their order, and plans of equal cost
 are recognised as equal.
@@ -27,7 +27,7 @@ Moves = Mapping[Position, tuple[tuple[int, Position], ...]]
 
 
 class Start(Enum):
-    """Way in which a pipeline stage receives the input of its first layer."""
+    """How a pipeline stage receives the input of its first layer."""
 
     FIRST = "first"
     """The stage is the first: nothing is received."""
@@ -38,12 +38,12 @@ class Start(Enum):
 
     @classmethod
     def of_widths(cls, before: int, here: int) -> "Start":
-        """Return how a stage of a width starts after another one."""
+        """Return how a stage of one width starts after a stage of another."""
         return cls.REDISTRIBUTED if before == here else cls.IN_PLACE
 
 
 class Cut(NamedTuple):
-    """Between two neighbouring pipeline stages."""
+    """The boundary between two neighbouring pipeline stages."""
 
     position: Position
     """The position after the first of them."""
@@ -81,11 +81,11 @@ class Options(NamedTuple):
         return cls(zero, zero, np.array([_NEVER_FITS]), zero, zero, zero, zero, number, number)
 
     def take(self, rows: Ints | int) -> "Options":
-        """Return some of the options."""
+        """Return the options in these rows."""
         return Options._make(column[rows] for column in self)
 
     def memory(self, parts: Sequence[Phase]) -> LayerMemory:
-        """Return what each option holds in each phase."""
+        """Return each option's memory in each phase."""
         gradients = self.late_bytes, self.sum_bytes
         return layer_memory(parts, self.state_bytes, *gradients, self.activation_bytes, self.workspace_bytes)
 
@@ -95,12 +95,12 @@ class Options(NamedTuple):
         return np.where(self.sum_bytes > 0, self.late_bytes, 0.0)
 
     def cost(self, weights: tuple[float, float]) -> Numbers:
-        """Return a sum of A and U with these weights."""
+        """Return the weighted sum of A and U."""
         return weights[0] * self.time_ps + weights[1] * self.exposed_ps
 
 
 class DeviceGroup(msgspec.Struct, frozen=True, dict=True, eq=False):
-    """Costs on the ranks of one kind of pipeline stage: node type, width, and how its ranks lie on the nodes."""
+    """Costs on the ranks of one kind of pipeline stage: node type, width, and placement of its ranks on nodes."""
 
     options: tuple[Options, ...]
     """Strategies by type number."""
@@ -155,12 +155,12 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @property
     def pp_size(self) -> int:
-        """Number of pipeline stages."""
+        """Return the number of pipeline stages."""
         return len(self.in_flight)
 
     @property
     def num_layouts(self) -> int:
-        """Number of layouts."""
+        """Return the number of layouts."""
         return int(self.device_groups[0].redistribution_ps.shape[1])
 
     def phases(self, stage: int) -> tuple[Phase, ...]:
@@ -173,7 +173,7 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
         return any(group.keeps_sums for group in self.device_groups)
 
     def objectives(self, time_ps: Numbers, exposed_ps: Numbers) -> list[Numbers]:
-        """Return the numbers in which one way to treat a stage must be no worse to replace another.
+        """Return the numbers in which one choice for a stage must be no worse to dominate another.
 
         With one stage that is T. With several, taking (A, U) for (A', U') with A <= A' lowers the sum of times by
         A' - A, raises no largest time, and raises the largest U by at most (U - U')+: it never hurts if the sum of A
@@ -198,7 +198,7 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @property
     def start_position(self) -> Position:
-        """Position before the first stage."""
+        """Return the position before the first stage."""
         return next(iter(self.placements[0]))
 
     @cached_property
@@ -245,7 +245,7 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_property
     def min_sends_ps(self) -> tuple[dict[tuple[int, int], float], ...]:
-        """Least that handing over takes from a device group to another, by cut."""
+        """Return, for each cut, the least time to pass a micro-batch from one device group to another."""
         least = self.min_send_ps
         cuts: list[dict[tuple[int, int], float]] = []
         for stage in range(1, self.pp_size):
@@ -275,7 +275,7 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
         return tuple(sorted({group for moves in self.placements[stage].values() for group, _ in moves}))
 
     def start(self, before: int, group: int) -> Start:
-        """Return how a stage on one device group receives its input after a stage on another; -1: it is the first."""
+        """Return how a stage on one device group receives its input from a stage on another; -1: it is the first."""
         if before < 0:
             return Start.FIRST
         return Start.of_widths(self.device_groups[before].width, self.device_groups[group].width)
@@ -288,13 +288,13 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
         return range(start + 1 + more * (stage == 0), total - later + 1 - more)
 
     def can_cut(self, ends: Sequence[int]) -> bool:
-        """Return whether the pipeline stages before these layers, and the last one, have the layers that they need."""
+        """Return whether these cuts leave every pipeline stage with the layers that it must hold."""
         starts = (0, *ends)
         return all(end in self.ends(stage, start) for stage, (start, end) in enumerate(zip(starts, ends, strict=False)))
 
 
 class Solution(NamedTuple):
-    """A plan of a configuration."""
+    """A plan of a configuration, as indices."""
 
     ends: tuple[int, ...]
     """The layer after the last of each pipeline stage."""
@@ -305,7 +305,7 @@ class Solution(NamedTuple):
 
 
 class PlanCost(NamedTuple):
-    """Cost of a plan."""
+    """The cost of a plan."""
 
     objective_ps: int
     memory_bytes: tuple[int, ...]

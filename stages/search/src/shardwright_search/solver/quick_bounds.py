@@ -46,13 +46,13 @@ class Stages(NamedTuple):
 
 
 class Relaxed:
-    """The bounds, with what they share."""
+    """The relaxed bounds, with caches for configurations that have costs in common."""
 
     def __init__(self) -> None:
         self._dual = lru_cache(_MAX_RECENT)(_dual)
 
     def bound_ps(self, problem: Problem) -> float:
-        """Return a lower bound on T, with what sends and tied parameters take at least."""
+        """Return a lower bound on T, including the least time of sends and tied parameters."""
         p, groups = problem.pp_size, problem.device_groups
         weights = tuple(weightings(problem, group)[2] for group in range(len(groups)))
         budgets = [group.budget_bytes * width for group, width in zip(groups, problem.relative_widths, strict=True)]
@@ -97,7 +97,7 @@ def _dual(
 
 
 class OnType(NamedTuple):
-    """The pipeline stages on a node type."""
+    """The pipeline stages on one node type."""
 
     stages: int
     groups: tuple[DeviceGroup, ...]
@@ -130,7 +130,7 @@ class _NodeTypeBounds(NamedTuple):
         return np.searchsorted(self.largest + sends_ps, bands, side="right")
 
     def max_with_head(self, bands: Numbers, sends_ps: float) -> Ints:
-        """Return the number of blocks that a stage which ends with the head can hold [bands].
+        """Return the number of blocks that a stage ending with the head can hold [bands].
 
         -1: it cannot hold the head.
         """
@@ -138,7 +138,7 @@ class _NodeTypeBounds(NamedTuple):
 
 
 class Counted:
-    """The bounds of chains of layers over two stages or more, with what they share."""
+    """The bounds of chains of layers over two stages or more, with their caches."""
 
     def __init__(self, costs_of: CostsOf) -> None:
         self._costs_of = costs_of

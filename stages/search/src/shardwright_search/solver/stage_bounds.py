@@ -17,12 +17,12 @@ _ROUNDING = 1e-9
 
 
 def rounded_down(cost: Numbers) -> Numbers:
-    """Return a bound that rounding cannot have lifted above the cost it bounds."""
+    """Return a lower bound that rounding errors cannot have raised above the true value."""
     return cost * (1 - _ROUNDING) - 1
 
 
 class Polyline(NamedTuple):
-    """The least cost of some layers over the memory that they may take."""
+    """The least cost of some layers as a function of the memory available to them."""
 
     memory: Numbers
     cost: Numbers
@@ -92,6 +92,6 @@ def hull(cost: Numbers, memory: Numbers) -> Numbers:
 
 
 def slopes_of(points: Numbers) -> list[float]:
-    """Return what a byte is worth along a hull."""
+    """Return the prices of a byte along a convex hull: the negative slopes."""
     steps = np.diff(points, axis=0)
     return [-y / x for x, y in steps.tolist()]

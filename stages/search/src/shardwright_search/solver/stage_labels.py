@@ -1,4 +1,4 @@
-"""The ways worth keeping to give options to the layers of one pipeline stage.
+"""Non-dominated choices of options for the layers of one pipeline stage.
 
 A label is one way to treat a run of layers: its time A, exposed time U, memory, the layout it receives and the one it
 gives out. A label is dropped only if it exceeds the budget, if bounds show
@@ -43,11 +43,11 @@ class RunLabels(NamedTuple):
 
     @property
     def memory(self) -> StageMemory:
-        """Memory that the layers so far hold."""
+        """Return the memory of the layers so far."""
         return StageMemory(self.resident, self.peak)
 
     def take(self, rows: Ints) -> "RunLabels":
-        """Return some of the labels."""
+        """Return the labels in these rows."""
         return RunLabels._make((*(column[rows] for column in self[:-1]), self.behind))
 
     def options_of(self, label: int) -> tuple[int, ...]:
@@ -111,7 +111,7 @@ class StageLabels:
         return RunLabels(none, none, *no_layers(self.costs.phases, received), layouts, layouts, layouts, layouts, None)
 
     def extend(self, labels: RunLabels, depth: int, reachable: Reachable) -> None:
-        """Follow the tree of all target runs from the labels of their common beginning; it may be thousands deep."""
+        """Extend labels along the tree of all target runs from their common beginning, which may be thousands deep."""
         waiting = [(labels, depth, reachable)]
         while waiting:
             waiting += reversed(list(self._branches(*waiting.pop())))
@@ -119,7 +119,7 @@ class StageLabels:
     def _branches(
         self, labels: RunLabels, depth: int, reachable: Reachable
     ) -> Iterator[tuple[RunLabels, int, Reachable]]:
-        """Keep the labels of completed runs; return the others extended by one layer, by its type."""
+        """Store the labels of completed runs; return the others extended by one layer, by its type."""
         self._tick(len(labels.time_ps))
         onward = []
         for run, target in reachable:
@@ -206,13 +206,13 @@ class StageLabels:
         return np.flatnonzero(alive)
 
     def _undominated(self, labels: RunLabels, memory: list[Numbers]) -> RunLabels:
-        """Return the labels that no other of their layouts matches or beats in the objectives and in these columns."""
+        """Return the labels that no other of their layouts dominates in the objectives and in these columns."""
         columns = [*self.problem.objectives(labels.time_ps, labels.exposed_ps), *memory]
         key = labels.received_layout * self.num_layouts + labels.output_layout
         return labels.take(np.sort(non_dominated(np.stack(columns, 1), key)))
 
     def _reaching(self, labels: RunLabels, rests: Sequence[Rest]) -> Ints:
-        """Return the labels that fit, and that by the bounds on the rest of some target can stay within its caps."""
+        """Return the labels that fit, and whose bound with the rest of some target is within its caps."""
         fitting = labels.peak.max(1) <= self.costs.group.budget_bytes
         keep = np.zeros(len(fitting), bool)
         for rest, caps in rests:

@@ -1,4 +1,4 @@
-"""Options of a problem on a device group in the phases of a stage: useful ones, memory, and lower bounds.
+"""Options of a device group in the phases of a stage: the useful ones, their memory, and lower bounds.
 
 The bounds are of runs of neighbouring layers, equal ones counted once.
 """
@@ -19,7 +19,7 @@ from shardwright_search.step.pareto import Ints, Numbers, non_dominated, pairs
 
 
 class Run(NamedTuple):
-    """The types of a run's layers, and of the layer before it (-1 at the start)."""
+    """The layer types of a run, and of the layer before it (-1 at the start)."""
 
     before: int
     layers: tuple[int, ...]
@@ -52,7 +52,7 @@ class Runs(NamedTuple):
 
 
 def pivot_of(layers: Sequence[int], head: int) -> tuple[int | None, int]:
-    """Return the place of a run's last layer, if at the end or right before the head, and the type after it or -1."""
+    """Return the index of a run's last block, and the type of the head after it or -1; None: a run without blocks."""
     if layers[-1] != head:
         return len(layers) - 1, -1
     return (len(layers) - 2, head) if len(layers) > 1 else (None, -1)
@@ -60,7 +60,7 @@ def pivot_of(layers: Sequence[int], head: int) -> tuple[int | None, int]:
 
 @lru_cache(maxsize=8)
 def runs_of(layers: tuple[int, ...]) -> Runs:
-    """Return the runs of a chain; they depend on nothing else."""
+    """Return the runs of a chain."""
     total = len(layers)
     number = np.full((total + 1, total + 1), -1)
     known: dict[Run, int] = {}
@@ -93,7 +93,7 @@ Weights = tuple[float, float]
 
 
 def weightings(problem: Problem, group: int) -> tuple[Weights, Weights, Weights]:
-    """Return the costs that are bounded: time; what the slowest stage adds to T; T if all stages took the mean.
+    """Return the three weightings to bound: time; the slowest stage's part of T; T if all stages took the mean.
 
     The mean is by ranks: as a wide stage does its layers in less time, ranks times time says more than time alone.
     """
@@ -103,7 +103,7 @@ def weightings(problem: Problem, group: int) -> tuple[Weights, Weights, Weights]
 
 
 def mean_weights(form: ClosedForm, pp_size: int, relative_weight: float) -> Weights:
-    """Return the third of these for a stage with a weight relative to the mean of all stages."""
+    """Return the third weighting, for a stage with a weight relative to the mean of all stages."""
     return form.fill + form.steady * relative_weight / pp_size, form.once * relative_weight / pp_size
 
 
@@ -113,7 +113,7 @@ def largest_weights(form: ClosedForm) -> Weights:
 
 
 class Measure(NamedTuple):
-    """An additive amount of memory that a stage cannot do without: `share` of the resident, the rest peak.
+    """A lower bound of a stage's memory that is a sum over layers: `share` of the resident bytes, the rest peak.
 
     At the last layer the peak is all static bytes and activations, that layer's workspace and late bytes; at the first,
     all static and late bytes, that layer's activation and workspace. Any mixture of the two is no more than the peak.
@@ -140,7 +140,7 @@ class Pivot(NamedTuple):
 
 
 class GroupCosts:
-    """The useful options of a device group in a stage's phases, and the bounds that they allow."""
+    """The useful options of a device group in a stage's phases, and bounds from them."""
 
     def __init__(self, group: DeviceGroup, parts: tuple[Phase, ...]) -> None:
         self.group, self.phases = group, parts

@@ -1,4 +1,4 @@
-"""The end of work whose time is up: a timer interrupts it between two steps of the interpreter, as Ctrl-C does.
+"""Time limits: a timer interrupts work between two steps of the interpreter, as Ctrl-C does.
 
 So work has no clock to look at, and stops wherever it is: what it has made so far must be true at any moment. A limit
 in CPU time stops the same work at the same place, however busy the machine is.
@@ -30,7 +30,7 @@ class CpuSeconds(float):
 
 
 class _Clock(NamedTuple):
-    """A clock, the timer that runs by it, and the signal of that timer."""
+    """A clock, its timer, and the timer's signal."""
 
     now: Callable[[], float]
     timer: int
@@ -38,15 +38,15 @@ class _Clock(NamedTuple):
 
 
 class Stopped(Exception):
-    """Time is up."""
+    """The time limit was reached."""
 
 
 class Spent(Stopped):
-    """The work that was allowed is done."""
+    """The allowed amount of work is done."""
 
 
 def ended(work: Callable[[], object], deadline: float | None) -> bool:
-    """Return whether work came to its end before a deadline; False: it was stopped then, or by Ctrl-C.
+    """Return whether work finished before a deadline; False: it was stopped by the deadline or by Ctrl-C.
 
     None: the work is a part of other work, which the time and Ctrl-C stop; here it ends only where it is `Spent`.
     """
@@ -102,10 +102,10 @@ def was_interrupted(began_s: float, time_limit_s: float | None) -> bool:
 
 
 class stopped_at:
-    """A block of the main thread in which Stopped is raised at a deadline.
+    """A context manager in whose block, in the main thread, Stopped is raised at a deadline.
 
     Of nested blocks the outermost deadline counts.
-    Nothing is raised where a block begins or ends: the timer then fires again soon, or is not there any more. Where the
+    Nothing is raised where a block begins or ends: the timer then fires again soon, or is not there any more. If the
     deadline of an outer block stopped an inner one, of either clock, the outer one is stopped once that has ended, at
     its own end at the latest: its work is not whole.
     """
@@ -118,7 +118,7 @@ class stopped_at:
         if self._deadline == inf:
             return
         if current_thread() is not main_thread():
-            raise RuntimeError("a time limit holds in the main thread only: search without one in other threads")
+            raise RuntimeError("a time limit works only in the main thread: search without one in other threads")
         now, timer, alarm = self._clock
         self._began = now()
         if self._deadline <= self._began:
@@ -184,4 +184,4 @@ _LIMITS = {stopped_at.__enter__.__code__, stopped_at.__exit__.__code__}
 
 
 def _pass(*_: object) -> None:
-    """Ignore a block's last signal."""
+    """Ignore the last signal of a block."""

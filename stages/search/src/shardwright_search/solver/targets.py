@@ -11,11 +11,11 @@ class Solvable(Protocol):
 
     @property
     def relaxed_bound_ps(self) -> float:
-        """Quick lower bound on T."""
+        """Return a lower bound on T that is quick to compute."""
 
     @property
     def lower_ps(self) -> float:
-        """Lower bound on T."""
+        """Return a lower bound on T."""
 
     def guess(self, below_ps: float) -> PricedSolution | None:
         """Return a good plan with T < below_ps, found with little work; None: none was found."""
@@ -35,7 +35,7 @@ class Target(NamedTuple, Generic[C]):
     scale: float
 
     def score(self, time_ps: float) -> float:
-        """Return the score, which is minimised."""
+        """Return the score, which is minimized."""
         return (time_ps + self.offset_ps) * self.scale
 
     def time_ps(self, score: float) -> float:
@@ -52,7 +52,7 @@ class Best(NamedTuple, Generic[C]):
 
 
 class Optimum(NamedTuple, Generic[C]):
-    """Knowledge of a search in the end."""
+    """The result of a search: the best plan, plans near it, and bounds."""
 
     best: Best[C] | None
     near: tuple[Best[C], ...]

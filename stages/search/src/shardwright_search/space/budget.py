@@ -39,7 +39,7 @@ class Infeasible(NamedTuple):
 
 
 class Shortfall(NamedTuple):
-    """The configuration that lacks the least memory, and the stage where it does."""
+    """The configuration with the smallest memory excess, and the stage where it occurs."""
 
     configuration: Configuration
     stage: int
@@ -74,7 +74,7 @@ def budgets_of(request: SearchRequest, cluster: Cluster, file: Path) -> dict[str
 
 
 def with_spare(request: SearchRequest, cluster: Cluster, profiles: Profiles) -> SearchRequest:
-    """Return a request that says its budget: less `SPARE_SHARE` of each device whose profile is estimated.
+    """Return the request with its budget set: less `SPARE_SHARE` of each device whose profile is estimated.
 
     A request that has a budget or a reserve is returned as it is.
     """
@@ -94,7 +94,7 @@ def _is_estimated(profiles: Profiles) -> bool:
 
 
 def allowed_bytes(plan: Plan, estimate: Estimate, budgets: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the bytes that a rank of each pipeline stage may hold: the least of the budgets of the stage's types.
+    """Return the bytes that a rank of each pipeline stage may use: the least budget of the stage's node types.
 
     What the default budget leaves free of a device is for what is not known beforehand, such as communicators: those of
     the stage may use it.
@@ -110,7 +110,7 @@ def allowed_bytes(plan: Plan, estimate: Estimate, budgets: Mapping[str, int]) ->
 
 
 def over_bytes(plan: Plan, estimate: Estimate, budgets: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the bytes by which a rank of each stage is beyond what it may hold; 0 or fewer: it fits."""
+    """Return by how many bytes a rank of each stage exceeds its budget; 0 or less: it fits."""
     allowed = allowed_bytes(plan, estimate, budgets)
     return tuple(stage.memory_bytes - most for stage, most in zip(estimate.stages, allowed, strict=True))
 
@@ -132,7 +132,7 @@ def headroom(plan: Plan, estimate: Estimate) -> tuple[int, float]:
 
 
 def min_shortfall(instance: Instance, configurations: Sequence[Configuration]) -> Shortfall:
-    """Return the least that is lacking, over configurations with one chunk."""
+    """Return the least excess over the budget, over configurations with one chunk."""
     from shardwright_search.solver.min_memory import least_missing_bytes, min_memory
 
     least: Shortfall | None = None
@@ -164,9 +164,9 @@ def infeasible(
     subject: str = "even the leanest",
     deadline: float = inf,
 ) -> Infeasible:
-    """Return what the configuration with the smallest need lacks; `subject` names it in the reason.
+    """Return by how much the configuration with the smallest need exceeds the budget; `subject` names it in the reason.
 
-    Where that takes longer than until a deadline, it is what all states lack on all devices together.
+    If that takes longer than until a deadline, it is the excess of fully sharded states.
     """
     shortfall, whole = latest(_shortfalls(instance, configurations), deadline)
     if shortfall is None:
@@ -180,7 +180,7 @@ def infeasible(
 
 
 def _shortfalls(instance: Instance, configurations: Sequence[Configuration]) -> Iterator[Shortfall]:
-    """Yield a bound of the least that plans exceed their budget by, where it is known first, and then the least itself.
+    """Yield a lower bound of plans' excess over the budget, if one is known early, and then the least excess.
 
     Plans of several chunks may need less than all of one. What fits but for communicators that are not counted exceeds
     the budget by a byte or more.
@@ -202,7 +202,7 @@ def _shortfalls(instance: Instance, configurations: Sequence[Configuration]) -> 
 
 
 def _least_of_chunks(instance: Instance, bound: Shortfall, below: int | None) -> Shortfall | None:
-    """Return what a configuration of several chunks exceeds the budget by, by bisection; None: it is not below so much.
+    """Return the excess of a configuration of several chunks, by bisection; None if it is not below `below`.
 
     `bound`: a bound of it.
     """
@@ -228,7 +228,7 @@ def _least_of_chunks(instance: Instance, bound: Shortfall, below: int | None) ->
 def _lacking(
     instance: Instance, reason: str, node_type: str, missing_bytes: int, exact: bool, file: Path
 ) -> Infeasible:
-    """Return what is lacking on a node type, with the remedy."""
+    """Return the excess on a node type, with a remedy."""
     cluster, request = instance.costs.cluster, instance.request
     min_bytes = budgets_of(request, cluster, file)[node_type] + missing_bytes
     # Rounded up to a number that is read back as enough.
@@ -241,7 +241,7 @@ def _lacking(
 
 
 def states_beyond_budget(instance: Instance) -> int:
-    """Return bytes that a rank lacks in the mean, however the states of all parameters are sharded; 0: none.
+    """Return by how many bytes a rank's share of all states exceeds its budget when fully sharded; 0: it fits.
 
     States are the parameters as stored, and of trained ones gradients in the smaller format and the optimizer's states.
     """
@@ -257,7 +257,7 @@ def states_beyond_budget(instance: Instance) -> int:
 
 
 def _by_division(instance: Instance, file: Path) -> Infeasible:
-    """Return what is lacking however the states are sharded, which is less than any plan lacks and may be 0."""
+    """Return the excess of fully sharded states, a lower bound of any plan's excess, which may be 0."""
     missing, roomiest = states_beyond_budget(instance), max(instance.budgets, key=instance.prices.with_process)
     if missing == 0:
         problem = "how much memory is missing was not known when the search was stopped: give it more time"
@@ -273,7 +273,7 @@ def _by_division(instance: Instance, file: Path) -> Infeasible:
 
 
 def _of_chunks(instance: Instance, configuration: Configuration) -> Shortfall:
-    """Return the least that is known to be lacking of a configuration of several chunks that has no plan."""
+    """Return a lower bound of the excess of a configuration of several chunks that has no plan."""
     from shardwright_search.solver.interleaved_bounds import InterleavedBounds
 
     missing = InterleavedBounds(instance.interleaved_problem(configuration)).missing_bytes

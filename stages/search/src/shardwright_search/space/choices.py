@@ -1,4 +1,4 @@
-"""The choices of a configuration: the strategies of the layers, and where the pipeline stages can be.
+"""The choices within a configuration: the strategies of the layers, and the placements of the pipeline stages.
 
 Strategies are spelled in one way, and are the same on any cluster with stages as wide.
 """
@@ -55,7 +55,7 @@ class Choice(NamedTuple):
         return self._replace(layers=None, outer=None)
 
     def of_type(self, name: str) -> "Choice":
-        """Return the choice without what other types than this one share."""
+        """Return the choice without the fields that concern other types only."""
         return self._replace(layers=None) if name in (EMBEDDING, HEAD) else self._replace(outer=None)
 
 
@@ -73,7 +73,7 @@ class Shardings(msgspec.Struct, frozen=True, eq=False):
 
 
 class LayerChoices(msgspec.Struct, frozen=True, dict=True, eq=False):
-    """The strategies of a narrowed request, with all that was listed so far; a choice says the degrees asked for."""
+    """The strategies that a narrowed request allows, cached by choice."""
 
     request: SearchRequest
     model: Model
@@ -107,7 +107,7 @@ class LayerChoices(msgspec.Struct, frozen=True, dict=True, eq=False):
         return shardings(request, self.model, type_name, width)
 
     def _shared(self, choice: Choice) -> Shardings:
-        """Return the one strategy that layers, or embedding and head, share, on the widths that have it."""
+        """Return the one strategy that all layers, or embedding and head, must have, on the widths that have it."""
         free = self._shardings(choice.free)
         shared = {name: self._shared_by(name, choice) for name in (EMBEDDING, *self.model.layers, HEAD)}
         by_width = {
@@ -126,19 +126,19 @@ class LayerChoices(msgspec.Struct, frozen=True, dict=True, eq=False):
         return None if choice.layers is None else self.as_type(choice.layers, name)
 
     def shared_row(self, name: str, choice: Choice, width: int) -> int:
-        """Return the number of what layers of a type share, among the strategies that they could have."""
+        """Return the index of the common strategy among the strategies that layers of a type could have."""
         assert choice.layers is not None
         return self.shardings(choice.free).of_type(name, width).index(self.as_type(choice.layers, name))
 
     def _possible(self, strategy: Strategy, choice: Choice) -> bool:
-        """Return whether it shares a microbatch's samples out evenly, and gathers no more than a buffer holds."""
+        """Return whether the strategy divides a micro-batch's samples evenly, within the limit for gathered tokens."""
         if choice.samples % layout_of(strategy).samples.size:
             return False
         tokens = self.gathered_tokens(strategy, choice.samples)
         return choice.buffer_tokens is None or tokens <= choice.buffer_tokens
 
     def as_type(self, strategy: LayerStrategy, type_name: str) -> LayerStrategy:
-        """Return the strategy of a layer of another type that does as one does, but for experts, which it may lack."""
+        """Return the equivalent strategy for another layer type, which may have no experts."""
         lacks = self.model.types[type_name].experts is UNSET
         return replace(strategy, type=type_name, experts=UNSET if lacks else strategy.experts)
 
@@ -157,9 +157,9 @@ def alike(choice: Choice) -> Choice:
 
 
 def shardings(request: SearchRequest, model: Model, type_name: str, stage_size: int) -> tuple[Strategy, ...]:
-    """Return the ways to shard a layer type over the ranks of a pipeline stage, each spelled in one way only.
+    """Return the ways to shard a layer type over the ranks of a pipeline stage, each effect once.
 
-    Where there is no tensor parallelism there is nothing to split the sequence by and no grid to stride, and where
+    If there is no tensor parallelism there is nothing to split the sequence by and no grid to stride, and where
     there is no data parallelism nothing to shard by. Ulysses shards parameters over all ranks.
     """
     outer = {EMBEDDING: request.embedding, HEAD: request.head}.get(type_name)
@@ -203,7 +203,7 @@ def _grids(request: SearchRequest, outer: OuterSpace, stage_size: int) -> Iterat
 def _with_experts(
     request: SearchRequest, model: Model, layer: LayerStrategy, stage_size: int
 ) -> Iterator[LayerStrategy]:
-    """Yield a layer's sharding with each way to share its experts out that is another than the layer's."""
+    """Yield a layer's sharding with each separate sharding of its experts."""
     axes = axes_of(layer)
     if model.types[layer.type].experts is UNSET or (axes.dense.tensor.size > 1 and not axes.gathers_sequence):
         return
@@ -221,7 +221,7 @@ def _with_experts(
 
 
 def _sharings(request: SearchRequest, kinds: Sequence[DataParallel], ranks: int) -> Iterator[tuple[DataParallel, int]]:
-    """Yield kinds of data parallelism, each with the sizes of groups that so many ranks can share the states out in."""
+    """Yield kinds of data parallelism, each with the possible sizes of shard groups for this number of ranks."""
     for kind in kinds:
         yield kind, 0
         for size in sorted(set(request.shard_sizes or ())) if kind is not DataParallel.DDP else ():
@@ -234,7 +234,7 @@ MAX_MOVES = 500_000
 
 
 class Handover(NamedTuple):
-    """The places between which a microbatch goes from a stage to the next, strategies aside."""
+    """How two neighbouring stages are placed, independently of strategies."""
 
     widths: tuple[int, int]
     link: Link | None
@@ -245,7 +245,7 @@ class Handover(NamedTuple):
 
 
 class Handovers(NamedTuple):
-    """The few handovers that there are between all stages of some placements, and which of them is at each cut."""
+    """The distinct handovers between the stages of some placements, and the index of each cut's."""
 
     different: tuple[Handover, ...]
     number: dict[Cut, int]
@@ -259,15 +259,15 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
     layers: LayerChoices
 
     def has_plans(self, configuration: Configuration) -> bool:
-        """Return whether all layers of a configuration can be sharded, and its stages placed, in some way."""
+        """Return whether a configuration's layers can be sharded, and its stages placed, in some way."""
         return self.ways(configuration).exist
 
     def is_listed(self, configuration: Configuration) -> bool:
-        """Return whether its stages can lie on the nodes in few enough ways to be listed; of given widths they can."""
+        """Return whether a configuration has few enough placements to be listed; with given widths it always has."""
         return configuration.widths is not StageWidths.ANY or self.ways(configuration).max_moves <= MAX_MOVES
 
     def layer_strategies(self, configuration: Configuration) -> tuple[LayerStrategy, ...]:
-        """Return what all layers can share: strategies that every type of layer has, as one of a type with experts."""
+        """Return the strategies that all layers of a configuration can have, in the form for layers with experts."""
         choice, types = self.choice(configuration), self.costs.model.types
         by_type = self.layers.shardings(choice).strategies[choice.widths[0]]
         names = dict.fromkeys(self.costs.model.layers)
@@ -276,7 +276,7 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
         return tuple(s for s in layers if all(self.layers.as_type(s, other) in by_type[other] for other in others))
 
     def outer_strategies(self, configuration: Configuration) -> tuple[Strategy, ...]:
-        """Return what embedding and head can share on stages of any of the configuration's widths."""
+        """Return the strategies that embedding and head can both have, on stages of any possible width."""
         by_width = self.layers.shardings(self.choice(configuration)).strategies.values()
         return tuple(dict.fromkeys(s for by_type in by_width for s in by_type[EMBEDDING] if s in by_type[HEAD]))
 
@@ -288,7 +288,7 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
         return tuple(sorted({0, *(self.layers.gathered_tokens(s, choice.samples) for s in strategies)}))
 
     def choice(self, configuration: Configuration) -> Choice:
-        """Return what the strategies of a configuration depend on."""
+        """Return the properties of a configuration that determine its strategies."""
         devices, widths = self.costs.cluster.num_devices, configuration.widths
         match widths:
             case StageWidths.EQUAL:
@@ -310,7 +310,7 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
         )
 
     def placed(self, configuration: Configuration) -> Placements:
-        """Return where the stages can be; has_plans says whether they can at all."""
+        """Return the possible placements of the stages; `has_plans` must be true."""
         if (placed := self.ways(configuration).placements) is None:
             raise ValueError(f"no plan: {configuration}")
         return placed
@@ -342,7 +342,7 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
         )
 
     def handovers(self, configuration: Configuration) -> Handovers:
-        """Return what is handed over at every cut between the stages."""
+        """Return the handovers at all cuts between the stages."""
         return self._handovers(self.ways(configuration))
 
     @cached_method
@@ -362,5 +362,5 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
 
 
 def _dividing(asked: Sequence[int] | None, widths: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the asked degrees that divide one of the widths."""
+    """Return the requested degrees that divide one of the widths."""
     return None if not asked else tuple(n for n in asked if any(width % n == 0 for width in widths))

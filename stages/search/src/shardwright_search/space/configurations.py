@@ -79,7 +79,7 @@ class Configuration(NamedTuple):
 
     @property
     def edges(self) -> int:
-        """The edges of the pipeline that a rank of each stage has at least: those of an end, one for each pass.
+        """Return the least number of process groups of a rank with neighbouring stages.
 
         Between stages of unequal width there is one that is sure: others depend on the layouts at both ends of a cut.
         """
@@ -89,7 +89,7 @@ class Configuration(NamedTuple):
 
     @property
     def microbatch_samples(self) -> int:
-        """Samples of one microbatch."""
+        """Return the samples of one micro-batch."""
         return self.global_batch_size // self.num_microbatches
 
     def chunk_ends(self, num_layers: int) -> tuple[int, ...]:
@@ -105,7 +105,7 @@ class Configuration(NamedTuple):
 
     @property
     def closed_forms(self) -> tuple[ClosedForm, ...]:
-        """Coefficients of T, which is the largest of them; of one chunk there is one.
+        """Return the coefficients of T, which is the largest of the closed forms; with one chunk there is one.
 
         Raises ValueError for passes that others hide: labels have no column for the largest A - C.
         """
@@ -129,9 +129,9 @@ class Configuration(NamedTuple):
 
 
 def narrowed(request: SearchRequest, cluster: Cluster, profiled: Collection[int] | None = None) -> SearchRequest:
-    """Return the request with its named space and its disabled dimensions said by the other options.
+    """Return the request with its named space and disabled dimensions expressed by the other options.
 
-    `profiled`: the tensor-parallel sizes that can be priced, if not all; where none are listed, these are taken.
+    `profiled`: the tensor-parallel sizes that can be priced, if not all; if none are listed, these are taken.
     Raises BadInput, naming the search, where the options and these leave nothing.
     """
     limits = {f"space {request.space}": _limits_of_space(request, cluster.num_devices)}
@@ -146,7 +146,7 @@ def narrowed(request: SearchRequest, cluster: Cluster, profiled: Collection[int]
 
 
 def _limits_of_space(request: SearchRequest, devices: int) -> Mapping[str, object]:
-    """Return what the named space of a request allows, by the name of the option."""
+    """Return the limits of a request's named space, by option."""
     match request.space:
         case Space.FULL:
             return {}
@@ -182,7 +182,7 @@ def _possible_tp_sizes(widths: StageWidths | tuple[tuple[int, ...], ...], cluste
 
 
 def _limited(request: SearchRequest, field: str, allowed: object, name: str) -> SearchRequest:
-    """Return the request with what it says of a field, as far as a limit of that name allows it."""
+    """Return the request with a field restricted to the values that a limit of that name allows."""
     asked = getattr(request, field)
     if isinstance(allowed, tuple) and asked is not None:
         left = tuple(value for value in asked if value in allowed)
@@ -221,7 +221,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def most_stages(layers: int) -> int:
-    """Return the most pipeline stages of a model of so many layers: the first and the last may be without one."""
+    """Return the largest number of pipeline stages for a number of layers; the first and last stage may have none."""
     return layers + _ENDS
 
 
@@ -240,7 +240,7 @@ def _pp_sizes(request: SearchRequest, devices: int, layers: int) -> list[int]:
 
 
 def _widths(request: SearchRequest, devices: int, pp_size: int, schedule: Schedule) -> tuple[Widths, ...]:
-    """Return the widths of so many pipeline stages, equal ones spelled in one way.
+    """Return the possible widths of this many pipeline stages.
 
     Interleaved stages are equally wide, and so are those whose layers share one strategy, which says on how many ranks.
     """
@@ -294,7 +294,7 @@ def _problems(request: SearchRequest, devices: int, layers: int) -> Iterator[tup
 
 
 def _expert_problems(request: SearchRequest, model: Model) -> Iterator[tuple[str, str]]:
-    """Yield each listed number of parts that no layer's experts can be shared out in, and what to do about it."""
+    """Yield each listed degree into which no layer's experts can be sharded, and what to do about it."""
     experts = [kind.experts for name in model.layers if (kind := model.types[name]).experts is not UNSET]
     if request.ep_sizes and not experts:
         yield f"ep_sizes: {model.name} has no experts to shard", "leave it empty"
@@ -304,7 +304,7 @@ def _expert_problems(request: SearchRequest, model: Model) -> Iterator[tuple[str
 
 
 def _chunks(request: SearchRequest, layers: int, pp_size: int, schedule: Schedule) -> Iterator[tuple[int, Lacking]]:
-    """Yield numbers of chunks, several where the schedule is interleaved, with the layers that the ends lack.
+    """Yield numbers of chunks, several if the schedule is interleaved, with the layers missing at both ends.
 
     Chunks are as small as can be: where they cannot be equal, the first and the last lack what is not there.
     """

@@ -1,4 +1,4 @@
-"""What a system that is to run a plan demands of it, beside what a request says."""
+"""Demands of another system on a plan, in addition to the request."""
 
 from collections.abc import Callable
 from enum import StrEnum
@@ -8,7 +8,7 @@ from shardwright_search.space.configurations import Configuration
 
 
 class Outer(StrEnum):
-    """How the strategies of embedding and head depend on others."""
+    """How the strategies of embedding and head depend on those of layers."""
 
     FREE = "free"
     """Each has its own."""
@@ -23,7 +23,7 @@ def _any(configuration: Configuration) -> bool:
 
 
 class Demands(NamedTuple):
-    """What a plan must be that no field of a request says; by default nothing."""
+    """Demands on a plan for which a request has no field; by default none."""
 
     outer: Outer = Outer.FREE
     block_in_each_stage: bool = False

@@ -1,4 +1,4 @@
-"""A lower bound on T of a configuration on a sub-cluster, known before it is known where its stages can be."""
+"""A lower bound on T of a configuration on a sub-cluster, before its placements are listed."""
 
 from collections import Counter
 from functools import cached_property
@@ -42,7 +42,7 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
     instance: Instance
 
     def bound_ps(self, configuration: Configuration) -> float | None:
-        """Return the bound; infinity: there is no plan; None: it must be known where stages can be.
+        """Return the bound; infinity: there is no plan; None: the placements must be listed first.
 
         That is so of listed widths, of stages that span node types, of interleaved chunks, and of too many positions.
         """
@@ -83,7 +83,7 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
     def _relaxed_ps(
         self, configuration: Configuration, choice: Choice, topologies: _Topologies, weights: tuple[Weights, ...]
     ) -> float:
-        """Return the bound of all layers over all ranks, on stages that may have these topologies and weights."""
+        """Return the bound for all layers over all ranks, on stages with these topologies and weights."""
         instance, p, m = self.instance, configuration.pp_size, configuration.num_microbatches
         edges = configuration.edges
         groups = tuple(instance.prices.lean_group(choice, topology, m == 1, edges) for topology in topologies)
@@ -99,13 +99,13 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_property
     def _ranks(self) -> dict[str, int]:
-        """The number of ranks by node type."""
+        """Return the number of ranks by node type."""
         return Counter(self.instance.costs.cluster.node_type_of_rank)
 
     def _mean_weights(
         self, configuration: Configuration, choice: Choice, topologies: _Topologies
     ) -> tuple[Weights, ...]:
-        """Return the weights of the stages' shares in the ranks, each with its type's speed."""
+        """Return the weights of the stages' shares in the ranks, with each type's speed."""
         weights = self.instance.weights(choice, topologies)
         speeds = {on.node_type: weight / on.size for on, weight in zip(topologies, weights, strict=True)}
         total = sum(count * speeds[name] for name, count in self._ranks.items())
@@ -114,7 +114,7 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_method
     def _anywhere(self, widths: tuple[tuple[str, tuple[int, ...]], ...], pp_size: int) -> _Topologies:
-        """Return how stages may lie on each type: in one node, on whole ones, or as those of equal width."""
+        """Return the topologies that a stage may have on each type: in one node, on whole nodes, or at equal widths."""
         cluster, topologies = self.instance.costs.cluster, dict[StageTopology, None]()
         equal = cluster.num_devices / pp_size
         ranks_of = {cluster.node_type_of_rank[ranks[0]]: ranks for ranks in pools_of(cluster)}

@@ -26,7 +26,7 @@ from shardwright_search.step.memory import frees_outputs
 
 
 class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
-    """A request with the cost model that prices it, and all that was priced so far."""
+    """A request with its cost model, and a cache of prices."""
 
     request: SearchRequest
     """Narrowed."""
@@ -38,13 +38,13 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @classmethod
     def made(cls, request: SearchRequest, costs: CostModel, budgets: dict[str, int]) -> "Instance":
-        """Return the instance with nothing priced yet."""
+        """Return an instance with an empty cache."""
         layers = LayerChoices(request, costs.model)
         tied_parameters = TiedParameters(costs, _stage_types(request, budgets))
         return cls(request, costs, budgets, StagePrices(costs, layers, budgets, tied_parameters))
 
     def on(self, cluster: Cluster, request: SearchRequest, budgets: dict[str, int]) -> "Instance":
-        """Return the instance of some of the nodes, other degrees and budgets; what depends on none is priced once."""
+        """Return the instance on a subset of the nodes, with other degrees and budgets; valid prices are reused."""
         return Instance(request, self.costs.on(cluster), budgets, self.prices.within(budgets))
 
     @cached_property
@@ -54,7 +54,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The type of every layer."""
+        """Return the type of every layer."""
         return EMBEDDING, *self.costs.model.layers, HEAD
 
     @cached_property
@@ -63,7 +63,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_property
     def stage_types(self) -> tuple[NodeTypes, ...]:
-        """The node types that a stage may be on together: one, or several where stages may span them."""
+        """Return the node types of a stage: one, or combinations if stages may span several."""
         return _stage_types(self.request, self.budgets)
 
     def target(self, configuration: Configuration) -> Target[Configuration]:
@@ -75,7 +75,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         )
 
     def score_scale(self, global_batch_size: int) -> float:
-        """Return the factor from the time of a step to what is minimised: a step's, or a sample's."""
+        """Return the factor from a step's time to the score, which is for a step or for a sample."""
         return 1.0 if self.request.objective is Objective.STEP_TIME else 1.0 / global_batch_size
 
     def stage_ranks(self, configuration: Configuration, solution: Solution) -> tuple[tuple[int, ...], ...]:
@@ -90,12 +90,12 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_property
     def types_of_layers(self) -> tuple[int, ...]:
-        """The type number of every layer, as the solver knows them."""
+        """Return the index of every layer's type, as the solver numbers them."""
         return tuple(map(self.prices.types.index, self.names))
 
     @cached_method
     def weights(self, choice: Choice, topologies: tuple[StageTopology, ...]) -> tuple[int, ...]:
-        """Return the weight of a stage on each: its ranks, each its type's speed over the slowest's, in hundredths.
+        """Return the weight of a stage on each topology: ranks times speed relative to the slowest type, in hundredths.
 
         With one node type it is the number of ranks.
         """
@@ -140,9 +140,9 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         )
 
     def chunk_types(self, configuration: Configuration) -> tuple[str, ...] | None:
-        """Return the type of each layer of a whole chunk; None where chunks hold others, or stages lie differently.
+        """Return the layer types of a whole chunk; None if chunks or placements differ.
 
-        A first chunk without layers needs an embedding that hands on what the last layer of a chunk does.
+        A first chunk without layers needs an embedding that passes on what the last layer of a chunk does.
         """
         names, types = self.costs.model.layers, self.costs.model.types
         first, second, *_ = configuration.chunk_ends(len(names))
@@ -153,11 +153,11 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         return whole if alike and len(self.choices.placed(configuration).topologies) == 1 else None
 
     def interleaved_problem(self, configuration: Configuration) -> InterleavedProblem:
-        """Return the numbers of a configuration of the interleaved schedule whose chunks are alike."""
+        """Return the solver's numbers of a configuration of the interleaved schedule with equal chunks."""
         choice, p, m = self.choices.choice(configuration), configuration.pp_size, configuration.num_microbatches
         v, placed = configuration.num_chunks, self.choices.placed(configuration)
         if (types := self.chunk_types(configuration)) is None:
-            raise ValueError(f"{configuration}: its chunks are not alike")
+            raise ValueError(f"{configuration}: its chunks differ")
         schedule, frees = schedule_of(configuration.schedule), frees_outputs(self.costs.model)
         ranks = placed.stage_ranks((0,) * p)
         around = (*pairwise(ranks), (ranks[-1], ranks[0]))
@@ -179,7 +179,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         )
 
     def plan(self, configuration: Configuration, solution: Solution) -> Plan:
-        """Return the plan that a solution of a configuration stands for."""
+        """Return the plan for a solution of a configuration."""
         model, request, ranks = self.costs.model, self.request, self.stage_ranks(configuration, solution)
         strategies = self.choices.layers.shardings(self.choices.choice(configuration))
         widths = [len(ranks[bisect_right(solution.ends, number)]) for number in range(len(self.names))]
@@ -217,6 +217,6 @@ def _stages(
 
 
 def _stage_types(request: SearchRequest, budgets: Collection[str]) -> tuple[NodeTypes, ...]:
-    """Return the node types that a stage may be on together: one, or several where stages may span them."""
+    """Return the node types of a stage: one, or combinations if stages may span several."""
     most = len(budgets) if request.span_node_types else 1
     return tuple(tuple(sorted(names)) for count in range(1, most + 1) for names in combinations(budgets, count))

@@ -1,4 +1,4 @@
-"""Whether a plan that is given is one of a search's space, and what of it is outside where it is not."""
+"""Whether a given plan is in a search's space, and if not, which part of it is outside."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ _REQUESTED = "gradient_reduction", "precision", "attention", "compile"
 
 
 def outside(space: SearchSpace, plan: Plan) -> str | None:
-    """Return what of a plan on the space's cluster the space does not have, in words; None: the plan is in it."""
+    """Return which part of a plan the space does not contain, in words; None: the plan is in it."""
     reasons = list[str]()
     for reason in _outside(space, plan):
         if reason is None:
@@ -25,7 +25,7 @@ def outside(space: SearchSpace, plan: Plan) -> str | None:
 
 
 def _outside(space: SearchSpace, plan: Plan) -> Iterator[str | None]:
-    """Yield what each configuration of the plan's shape lacks of it."""
+    """Yield, for each configuration of the plan's shape, which part of the plan it does not contain."""
     instance, request = space.instance, space.instance.request
     for field in _REQUESTED:
         if getattr(plan, field) != getattr(request, field):
@@ -48,7 +48,7 @@ def _outside(space: SearchSpace, plan: Plan) -> Iterator[str | None]:
 
 
 def _shape(plan: Plan) -> tuple[object, ...]:
-    """Return what a configuration of a plan begins with."""
+    """Return the plan's shape, as a configuration's first fields."""
     shape = Configuration(
         plan.global_batch_size, plan.num_microbatches, len(plan.stages), plan.schedule, len(plan.stages[0].layers)
     )
@@ -56,7 +56,7 @@ def _shape(plan: Plan) -> tuple[object, ...]:
 
 
 def _solution(instance: Instance, configuration: Configuration, plan: Plan) -> Solution | str:
-    """Return the solution of a configuration that a plan stands for, or what of the plan the configuration lacks."""
+    """Return the solution that equals a plan, or which part of the plan the configuration does not contain."""
     placed, groups = instance.choices.placed(configuration), list[int]()
     (position,) = placed.moves[0]
     for number, (stage, moves) in enumerate(zip(plan.stages, placed.moves, strict=True)):

@@ -23,7 +23,7 @@ _Way = tuple[Position, Position]
 
 
 class Placements(NamedTuple):
-    """The kinds of pipeline stage, and in which order they can follow one another."""
+    """The kinds of pipeline stages, and the possible order of them."""
 
     topologies: tuple[StageTopology, ...]
     """Topologies of stages by the solver's device group."""
@@ -36,7 +36,7 @@ class Placements(NamedTuple):
 
     @property
     def cuts(self) -> Iterator[Cut]:
-        """Everything that can be between two stages."""
+        """Return all possible boundaries between two stages."""
         for moves, following in pairwise(self.moves):
             for before, position in dict.fromkeys(move for behind in moves.values() for move in behind):
                 for behind, _ in following[position]:
@@ -60,7 +60,7 @@ class Placements(NamedTuple):
 
 
 class StageWays(msgspec.Struct, frozen=True, dict=True, eq=False):
-    """The ways to share out all ranks of a cluster among pipeline stages, each of one of its widths.
+    """The ways to divide all ranks of a cluster among pipeline stages of given widths.
 
     A stage's ranks are of one node type, unless it `spans` several. `by_nodes`: each stage is in one node, or takes up
     whole nodes, or is where it is if all are equally wide. `ends`: the node types of the first and last stage, if these
@@ -76,7 +76,7 @@ class StageWays(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @property
     def _required_types(self) -> list[set[NodeTypes]]:
-        """The node types that each stage has to be on; an empty set where it may be on any."""
+        """Return the node types that each stage must be on; an empty set: any."""
         required: list[set[NodeTypes]] = [set() for _ in self.widths]
         if self.ends is not None:
             required[0].add(self.ends[0])
@@ -85,7 +85,7 @@ class StageWays(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_property
     def placements(self) -> Placements | None:
-        """All ways, listed; None where there is no way."""
+        """Return all ways, listed; None if there is none."""
         widths, required = self.widths, self._required_types
         nodes = _Nodes(self.cluster, len(widths), self.by_nodes, self.spans)
 
@@ -106,7 +106,7 @@ class StageWays(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_property
     def exist(self) -> bool:
-        """Whether there is a way, known without listing them where each stage is on one node type."""
+        """Return whether there is a way, without listing them if each stage is on one node type."""
         if not all(self.widths):
             return False
         if self.spans:
@@ -159,7 +159,7 @@ class StageWays(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @property
     def max_moves(self) -> int:
-        """A number that the stages looked at behind all positions together do not exceed, wherever they can be."""
+        """Return an upper bound of the number of stages tried at all positions together."""
         pools, last = pools_of(self.cluster), len(self.widths) - 1
         positions = prod(len(pool) + 1 for pool in pools)
         ways = max(len(each) * len(pools) for each in self.widths)
@@ -183,7 +183,7 @@ class _Nodes:
         ]
 
     def types_of(self, taken: Position) -> NodeTypes:
-        """Return the node types that so many ranks of each are of."""
+        """Return the node types of which a stage has ranks, from its number of ranks of each."""
         return tuple(sorted(name for name, count in zip(self.names, taken, strict=True) if count))
 
     def following(self, stage: int, position: Position, widths: Sequence[int]) -> Iterator[Position]:
@@ -197,13 +197,13 @@ class _Nodes:
             yield from self._spanning(stage, position, widths)
 
     def _is_allowed(self, stage: int, position: Position, pool: int, end: int) -> bool:
-        """Return whether a stage may take up these ranks of one type."""
+        """Return whether a stage may occupy these ranks of one type."""
         first, ranks, equal = position[pool], self.pools[pool], self._equal
         alike = sum(position) == stage * equal and (self._spans or first % equal == 0) and end == first + equal
         return self._nodes[ranks[first]] == self._nodes[ranks[end - 1]] or {first, end} <= self._borders[pool] or alike
 
     def can_begin(self, stage: int, pool: int, width: int) -> NDArray[Any]:
-        """Return where `following` has so many ranks of one type, at all positions that leave enough of them.
+        """Return where `following` has this many ranks of one type, at all positions that leave enough of them.
 
         An axis is 1 where the number of ranks of its type makes no difference.
         """
@@ -221,7 +221,7 @@ class _Nodes:
         return np.asarray(here.reshape(axis) | ((at.sum(0) == stage * width) & (at[pool] % width == 0)))
 
     def _spanning(self, stage: int, position: Position, widths: Sequence[int]) -> Iterator[Position]:
-        """Yield ranks of several types: whole nodes, or all that is left of them but for one type's."""
+        """Yield the positions after a stage over several types: whole nodes, or all remaining ranks but one type's."""
         left = [len(ranks) - first for ranks, first in zip(self.pools, position, strict=True)]
         whole = [
             [end - first for end in sorted(borders) if end > first] if first in borders else []
@@ -256,7 +256,7 @@ def _behind(position: Position, taken: Position) -> Position:
 
 
 def _ranks_before(pools: Sequence[Sequence[int]], position: Position, taken: Position) -> tuple[int, ...]:
-    """Return the ranks of a stage that takes up so many of each node type and ends at a position."""
+    """Return the ranks of a stage with these numbers of ranks of each node type that ends at a position."""
     parts = zip(pools, position, taken, strict=True)
     return tuple(sorted(rank for pool, end, count in parts for rank in pool[end - count : end]))
 

@@ -1,4 +1,4 @@
-"""The files of searches: what to search and what is best, a grid of searches, and what nodes there are to rent."""
+"""The request files of searches: the space and the objective, grids of searches, and nodes to rent."""
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -68,7 +68,7 @@ class Objective(StrEnum):
 
 
 class BatchRange(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Batch sizes from `min` to `max`, both included where `step` meets them."""
+    """Batch sizes from `min` to `max`, inclusive, in steps of `step`."""
 
     min: Count
     """The smallest."""
@@ -221,7 +221,7 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def _check_degrees(request: SearchRequest) -> None:
-    """Raise ValueError where layers of a plan could share positions out in parts that are not parts of one another."""
+    """Raise ValueError if context-parallel sizes of one plan's layers would not divide one another."""
     asked = (request.cp_sizes, request.embedding.cp_sizes or (), request.head.cp_sizes or ())
     sizes = sorted({size for listed in asked for size in listed})
     for less, more in pairwise(sizes):
@@ -230,7 +230,7 @@ def _check_degrees(request: SearchRequest) -> None:
 
 
 def of_each_optimizer(request: SearchRequest) -> tuple[SearchRequest, ...]:
-    """Return the requests for one optimizer each that a request for several stands for."""
+    """Return one request for each optimizer that the request lists."""
     return tuple(msgspec.structs.replace(request, optimizer=name) for name in request.optimizers)
 
 
@@ -286,7 +286,7 @@ class Offer(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Offers(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An offers file: what the cluster file does not say of the nodes that can be rented."""
+    """An offers file: numbers and prices of nodes that can be rented, in addition to the cluster file."""
 
     FORMAT = "shardwright.offers"
     REMOVED: ClassVar[Mapping[str, Removed]] = {

@@ -14,7 +14,7 @@ _OUTER = "embedding", "head"
 
 
 def runnable(request: SearchRequest, model: Model, cluster: Cluster, file: Path) -> SearchRequest:
-    """Return a request without the cp_sizes and rings that the runtime does not have for a model.
+    """Return a request without context parallelism that the runtime does not support for a model.
 
     Raises BadInput, naming the search file, where that leaves nothing.
     """
@@ -28,7 +28,7 @@ def runnable(request: SearchRequest, model: Model, cluster: Cluster, file: Path)
 
 
 def left_out(request: SearchRequest, model: Model, cluster: Cluster) -> Iterator[str]:
-    """Yield what a request asks for and the runtime does not have for a model, a line each."""
+    """Yield the requested options that the runtime does not support for a model, one line each."""
     if max(_sizes(request)) == 1:
         return
     obstacle = _obstacle(request, model, cluster)
@@ -43,7 +43,7 @@ def _obstacle(request: SearchRequest, model: Model, cluster: Cluster) -> Obstacl
 
 
 def _whole(request: SearchRequest, file: Path, obstacle: Obstacle) -> SearchRequest:
-    """Return a request in which no layer shares its positions out."""
+    """Return a request in which no layer uses context parallelism."""
     if 1 not in request.cp_sizes or any(1 not in (_outer_sizes(request, name) or (1,)) for name in _OUTER):
         raise BadInput(file, f"cp_sizes: {obstacle.problem}", f"list 1, or {obstacle.remedy}")
     outer = {name: replace(getattr(request, name), cp_sizes=None) for name in _OUTER}

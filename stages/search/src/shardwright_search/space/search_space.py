@@ -1,4 +1,4 @@
-"""The configurations of a request: those that are searched, those that are only bounded, and how each is solved."""
+"""The configurations of a request: those to search, those that are only bounded, and how each is solved."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache, partial
@@ -40,35 +40,35 @@ class NothingListed(BadInput):
 
 
 class Unlisted(NamedTuple):
-    """Configurations that are bounded and not searched: their stages can lie on the nodes in too many ways."""
+    """Configurations that are bounded and not searched: their stages have too many placements."""
 
     scores: tuple[tuple[float, int], ...]
     """A score that no plan of a configuration is below, and its pipeline degree, for each."""
 
     def below(self, score: float) -> "Unlisted | None":
-        """Return those that may have a plan of a lower score than this; None: there are none."""
+        """Return the configurations that may have a plan below this score; None: there are none."""
         left = tuple(each for each in self.scores if each[0] < score)
         return Unlisted(left) if left else None
 
     @property
     def bound(self) -> float:
-        """The score that no plan of any is below."""
+        """Return a lower bound of the score of all plans of these configurations."""
         return min(self.scores)[0]
 
     @property
     def text(self) -> str:
-        """A clause that says how many are not searched, and why."""
+        """Return a clause with the number of configurations that are not searched, and the reason."""
         sizes = sorted({size for _, size in self.scores})
         degrees = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
         return f"stage_widths any: in {len(self.scores)} cases {degrees} stages can lie on the nodes in too many ways"
 
     def error(self, file: Path, problem: str = "no plan was found, and") -> BadInput:
-        """Return what to raise where they had to be searched."""
+        """Return the error to raise if these configurations must be searched."""
         return BadInput(file, f"{problem} {self.text}", "limit pp_sizes, or list stage_widths")
 
 
 class _Deferred:
-    """A configuration with a first bound, whose numbers are put together only where that does not rule it out."""
+    """A configuration with a first bound, whose numbers are computed only if that bound does not rule it out."""
 
     def __init__(self, bound_ps: float, made: Callable[[], Solvable]) -> None:
         self.relaxed_bound_ps, self._made = bound_ps, made
@@ -79,20 +79,20 @@ class _Deferred:
 
     @property
     def lower_ps(self) -> float:
-        """A lower bound on T."""
+        """Return a lower bound on T."""
         return max(self._whole.relaxed_bound_ps, self._whole.lower_ps)
 
     def guess(self, below_ps: float) -> PricedSolution | None:
-        """Guess a plan of the whole."""
+        """Return a plan with T < below_ps, found by a heuristic; None if it finds none."""
         return self._whole.guess(below_ps)
 
     def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[PricedSolution, ...]:
-        """Solve the whole."""
+        """Return plans with T < below_ps, the best first."""
         return self._whole.solve_below(below_ps, most, tick)
 
 
 class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
-    """A request with its numbers; `file` names it in errors."""
+    """A request with its instance; `file` names it in errors."""
 
     instance: Instance
     file: Path
@@ -105,7 +105,7 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_property
     def listed(self) -> tuple[Target[Configuration], ...]:
-        """The configurations that are searched, each with how it is scored: seconds of a step, or of a sample."""
+        """Return the configurations that are searched, each with its score: seconds of a step, or of a sample."""
         return tuple(self.instance.target(split) for each in self._configurations for split in self._split(each))
 
     @property
@@ -117,15 +117,15 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
             raise self.unlisted.error(self.file)
         if any(self.instance.choices.has_plans(each) for each in self._configurations):
             problem = "interleaved_1f1b: no pp_size and chunks_per_stage give all chunks the same types of layers"
-            raise NothingListed(self.file, f"{problem} on stages that lie alike", "allow 1f1b or gpipe, or other sizes")
+            raise NothingListed(self.file, f"{problem} on stages placed alike", "allow 1f1b or gpipe, or other sizes")
         problem = "no strategy divides the batch, the model and the devices evenly"
         raise NothingListed(self.file, problem, "allow other sizes")
 
     @cached_property
     def unlisted(self) -> Unlisted | None:
-        """The configurations that have placements, if not memory, and are only bounded; None: there are none.
+        """Return the configurations that have placements and are only bounded; None: there are none.
 
-        Where nothing is known before it is known where stages are, as of those that span node types, the bound is 0.
+        If nothing is known before it is known where stages are, as of those that span node types, the bound is 0.
         """
         choices, left = self.instance.choices, []
         for configuration in self._configurations:
@@ -136,17 +136,17 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
         return Unlisted(tuple(left)) if left else None
 
     def open_below(self, score: float) -> Unlisted | None:
-        """Return what is only bounded and may have a plan of a lower score; None: there is nothing."""
+        """Return the configurations that are only bounded and may have a plan below this score; None: none."""
         return self.unlisted and self.unlisted.below(score)
 
     def check_listed(self, name: str) -> None:
-        """Raise BadInput where something is only bounded, for what must have all searched."""
+        """Raise BadInput if configurations are only bounded, for callers that need all of them searched."""
         if self.unlisted is not None:
             raise self.unlisted.error(self.file, f"{name}:")
 
     @cached_property
     def solvable(self) -> Callable[[Configuration], Solvable]:
-        """The function that makes a configuration ready to be bounded and solved; it keeps the last few."""
+        """Return a function that prepares a configuration to be bounded and solved; it caches the last few."""
 
         def made(configuration: Configuration) -> Solvable:
             is_soon_bounded = configuration.widths is StageWidths.ANY or configuration.layers is not None
@@ -180,9 +180,9 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
         return Pipeline(instance.problem(configuration), bounds.costs_of, bounds.relaxed)
 
     def plain(self, targets: Sequence[Target[Configuration]]) -> Best[Configuration] | None:
-        """Return the best of some plain plans, for a search that was stopped before it knew one; None: none fits.
+        """Return the best of some plain plans, for a search that was stopped before it had one; None: none fits.
 
-        They are of configurations with one chunk. Where stages may be of any widths, it is the best plan of equal
+        They are of configurations with one chunk. If stages may be of any widths, it is the best plan of equal
         widths that is soon found: these have few placements.
         """
         single = [target for target in targets if target.configuration.num_chunks == 1]
@@ -200,7 +200,7 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
         return best or latest(self._plain([*equals, *single]), soon(0.0))[0]
 
     def _plain(self, targets: Iterable[Target[Configuration]]) -> Iterator[Best[Configuration]]:
-        """Yield the best plain plan so far."""
+        """Yield ever better plain plans."""
         solved = ((target, plain_plan(self.instance.problem(target.configuration))) for target in targets)
         plans = (Best(target, plan, target.score(plan.objective_ps)) for target, plan in solved if plan is not None)
         yield from accumulate(islice(plans, _MAX_PLAIN), _lesser)
@@ -212,9 +212,9 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
             yield equal
 
     def _split(self, configuration: Configuration) -> Iterator[Configuration]:
-        """Yield those with plans, one for each strategy that all layers share and size of a buffer that is counted.
+        """Yield the configuration once for each common strategy and buffer size, if that has plans.
 
-        Where a configuration is only bounded, those of equal width are searched, if there are such.
+        If a configuration is only bounded, those of equal width are searched, if there are such.
         """
         choices, request = self.instance.choices, self.instance.request
         ways = (configuration,) if choices.is_listed(configuration) else self._of_equal_width(configuration)
@@ -228,9 +228,9 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
                 yield from filter(choices.has_plans, sizes)
 
     def _demanded(self, configurations: Iterable[Configuration]) -> Iterator[Configuration]:
-        """Yield what of the configurations is as it is demanded, one for each strategy that embedding and head share.
+        """Yield the configurations that meet the demands, once for each common strategy of embedding and head.
 
-        Where embedding and head are as the layers, these have to share one strategy.
+        If embedding and head are as the layers, these have to share one strategy.
         """
         demands, choices = self.demands, self.instance.choices
         if demands == NO_DEMANDS:
@@ -250,13 +250,13 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
             yield from (split for split in each if demands.allows(split) and choices.has_plans(split))
 
     def _has_plans(self, configuration: Configuration) -> bool:
-        """Return whether a configuration has plans, whatever the memory: several chunks have to be alike."""
+        """Return whether a configuration has plans, ignoring memory: several chunks have to be equal."""
         if not self.instance.choices.has_plans(configuration):
             return False
         return configuration.num_chunks == 1 or self.instance.chunk_types(configuration) is not None
 
     def _by_ends(self, configuration: Configuration) -> Iterator[Configuration]:
-        """Split by the node types of the first and last stage where ties' cost depends on them: bounds know one tie."""
+        """Yield the configuration split by the first and last stage's node types, if the cost of ties needs it."""
         model, names = self.instance.costs.model, self.instance.stage_types
         if len(names) == 1 or configuration.num_chunks > 1 or not (model.tied or has_shared(model)):
             yield configuration
@@ -277,7 +277,7 @@ def space_of(
     known: Instance | None = None,
     demands: Demands = NO_DEMANDS,
 ) -> SearchSpace:
-    """Return what is searched of a request; `known`: prices of a cluster with the same node types, or more.
+    """Return the search space of a request; `known`: prices of a cluster with the same node types, or more.
 
     Raises BadInput for profiles that do not fit the request, a budget that no device has, and where the runtime has
     none of the context parallelism that is asked for.
@@ -311,6 +311,6 @@ def space_of(
 
 
 def _without_process(budget_bytes: int, profiles: Profiles, communicates: bool) -> int:
-    """Return what a budget leaves without the process and, where it `communicates`, the communicator of all ranks."""
+    """Return a budget without the memory of the process and, if it `communicates`, of the all-rank communicator."""
     factor, always = profiles.memory_factor, profiles.process_bytes + communicates * profiles.communicator_bytes
     return int(budget_bytes / factor) - always - (0 if factor == 1 else _ROUNDING_BYTES)

@@ -1,4 +1,4 @@
-"""The solver's numbers of pipeline stages by how their ranks lie on nodes, the same on all clusters with such stages.
+"""The solver's numbers of pipeline stages, by the placement of their ranks on nodes.
 
 Among them are what tied parameters, and those that layers share, cost by how the first and the last stage hold them.
 """
@@ -47,7 +47,7 @@ class _End(NamedTuple):
 
 
 class TiedParameters(msgspec.Struct, frozen=True, dict=True, eq=False):
-    """Tied parameters on a cluster; the embedding and the head are of classes, all of which tie alike."""
+    """Tied parameters on a cluster; embeddings and heads form classes with equal costs of tying."""
 
     costs: CostModel
     stage_types: tuple[NodeTypes, ...]
@@ -55,7 +55,7 @@ class TiedParameters(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_method
     def costs_ps(self, shardings: Shardings, pp_size: int, types: tuple[NodeTypes, NodeTypes] | None = None) -> Numbers:
-        """Return the costs [classes of the embedding, of the head], shared parameters' included; infinity: no plan.
+        """Return the costs [classes of the embedding, of the head], including shared parameters; infinity: no plan.
 
         `types`: of the first and the last stage, where these are given.
         """
@@ -80,7 +80,7 @@ class TiedParameters(msgspec.Struct, frozen=True, dict=True, eq=False):
         return {each: number for number, each in enumerate(self._classes(shardings, name))}
 
     def class_of(self, node_types: NodeTypes, strategy: Strategy) -> object:
-        """Return the node types and how the ranks share tied parameters; None where all cost alike.
+        """Return the class of a strategy: node types, and the sharding of tied parameters; None if all cost the same.
 
         For parameters that layers share, which the first stage sends to the last, the width counts instead.
         """
@@ -103,7 +103,7 @@ class TiedParameters(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_method
     def _ranks(self, node_types: NodeTypes, width: int, last: bool = False) -> tuple[int, ...]:
-        """Return the ranks of a first or last stage; of several types some of each, for all such stages tie alike."""
+        """Return the ranks of a first or last stage; over several types one possible set, for all cost the same."""
         types = self.costs.cluster.node_type_of_rank
         pools = [pool[::-1] if last else pool for pool in pools_of(self.costs.cluster) if types[pool[0]] in node_types]
         in_turn = [rank for turn in zip_longest(*pools) for rank in turn if rank is not None]
@@ -118,7 +118,7 @@ def _apart(before: _End, behind: _End, first: tuple[int, ...], last: tuple[int, 
 
 
 class Bounds(NamedTuple):
-    """The bounds of pipelines, with what they keep."""
+    """The bounds of pipelines, with their caches."""
 
     costs_of: CostsOf
     relaxed: Relaxed
@@ -136,12 +136,12 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_property
     def bounds(self) -> Bounds:
-        """The bounds that all pipelines share."""
+        """Return the bounds that all pipelines use."""
         costs_of = cache(GroupCosts)
         return Bounds(costs_of, Relaxed(), Counted(costs_of))
 
     def within(self, budgets: dict[str, int]) -> "StagePrices":
-        """Return the prices within other budgets, of some of the node types; what no budget changes is priced once."""
+        """Return the prices with other budgets and some of the node types; prices without budgets are reused."""
         if budgets.items() <= self.budgets.items():
             return self
         other = replace(self, budgets=budgets)
@@ -160,7 +160,7 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_property
     def types(self) -> tuple[str, ...]:
-        """The model's layer types; the solver knows them by number."""
+        """Return the model's layer types; the solver refers to them by index."""
         return tuple(dict.fromkeys((EMBEDDING, *self.costs.model.layers, HEAD)))
 
     @cached_method
@@ -192,12 +192,12 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
     def lean_group(
         self, choice: Choice, topology: StageTopology, single_microbatch: bool, edges: int = 0
     ) -> DeviceGroup:
-        """Return the device group with the strategies alone that `Stages` may lean on."""
+        """Return the device group, limited to the strategies that `Stages` may use."""
         whole = self.device_group(choice, topology, single_microbatch, edges)
         return replace(whole, options=tuple(map(lean, whole.options)))
 
     def communicator_bytes(self, topology: StageTopology) -> int:
-        """Return what a communicator holds on the node types of a stage, where it is the most."""
+        """Return the largest memory of a communicator on a stage's node types."""
         return max(self.costs.profiles_on(name).communicator_bytes for name in topology.type_names)
 
     def budget_bytes(self, topology: StageTopology) -> int:
@@ -208,7 +208,7 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
         return min(map(self.with_process, topology.type_names)) - process
 
     def with_process(self, node_type: str) -> int:
-        """Return what a rank and its process may use."""
+        """Return the budget of a rank plus the memory of its process."""
         return self.budgets[node_type] + self.costs.profiles_on(node_type).process_bytes
 
     @cached_method
@@ -277,14 +277,14 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
         return one_way + one_way.T
 
     def handed_over(self, choice: Choice, handover: Handover) -> Numbers:
-        """Return times [types, layouts given, layouts received]; infinity: it cannot be."""
+        """Return times [types, layouts before, layouts after]; infinity: impossible."""
         if handover.link is not None:
             return self._rank_to_rank(choice.free, handover.widths[0], handover.link)
         return self._to_other_width(choice.free, handover.nodes, handover.node_types)
 
     @cached_method
     def _rank_to_rank(self, choice: Choice, width: int, link: Link) -> Numbers:
-        """Return times between stages of equal width: the layout that is received is the one that was given."""
+        """Return times between stages of equal width, whose layouts must be equal."""
         sends, alike = self.sends(choice, link), _of_width(self.layers.shardings(choice), width)
         times_ps = np.full((*sends.shape, sends.shape[1]), np.inf)
         times_ps[:, alike, alike] = sends[:, alike]
@@ -304,7 +304,7 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_method
     def sends(self, choice: Choice, link: Link) -> Numbers:
-        """Return times [types, layouts] from rank to rank, one way."""
+        """Return times [types, layouts] of a send from rank to rank, in one direction."""
         layouts = self.layers.shardings(choice).layouts
         sent = [[self.costs.send(n, layout, link, choice.samples).time_ps for layout in layouts] for n in self.types]
         return np.array(sent, float)

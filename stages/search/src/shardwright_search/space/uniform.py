@@ -1,4 +1,4 @@
-"""One strategy for all layers of a plan, and the plan that it makes."""
+"""One strategy for all layers, and the plan with that strategy."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ from shardwright.types import (
 
 
 class UniformStrategy(NamedTuple):
-    """One strategy for all layers, and how it divides samples and layers."""
+    """One strategy for all layers, and how samples and layers are divided."""
 
     layer: LayerStrategy
     """Strategy of each layer, whatever its type; layers without experts leave out how these are sharded."""
@@ -38,7 +38,7 @@ class UniformStrategy(NamedTuple):
     """Layers of each pipeline stage and chunk, in the order of the layers; empty if they are cut evenly."""
 
     def having(self, name: str, **changes: Any) -> "UniformStrategy":  # noqa: ANN401 (of the fields of a layer)
-        """The choice with other values of its layers; BadInput naming `name` if they contradict one another."""
+        """Return the choice with other values for its layers; BadInput naming `name` if they contradict one another."""
         with sizes_that_fit(name):
             return self._replace(layer=replace(self.layer, **changes))
 
@@ -54,7 +54,7 @@ class UniformStrategy(NamedTuple):
 
     @property
     def shares_context(self) -> bool:
-        """Whether ranks split positions that attend to one another."""
+        """Return whether positions are split over ranks (context parallelism)."""
         return self.layer.cp_size > 1
 
 
@@ -68,9 +68,9 @@ def sizes_that_fit(name: str) -> Iterator[None]:
 
 
 def with_experts(name: str, model: Model, uniform: UniformStrategy, ep_size: int, etp_size: int) -> UniformStrategy:
-    """Return the choice with experts split over ranks, and their states sharded as those of the rest of a layer.
+    """Return the choice with expert parallelism, and the experts' states sharded as the rest of a layer.
 
-    Where each rank has its share of the features of all, this is how layers are without. Raises BadInput for models
+    If each rank has its share of the features of all, this is how layers are without. Raises BadInput for models
     without experts, and for sizes that do not fit.
     """
     if (ep_size, etp_size) == (1, uniform.layer.tp_size):
@@ -115,7 +115,7 @@ def plan_of_uniform(
 
 
 def even_cuts(layers: int, pp_size: int) -> tuple[int, ...]:
-    """Return where to cut layers evenly: pp_size + 1 layer numbers, from 0.
+    """Return cuts that divide layers evenly: pp_size + 1 layer indices, from 0.
 
     What is left over goes to stages in the middle, later ones first, then to the last: the first also holds the
     embedding, and the most microbatches.
@@ -133,7 +133,7 @@ def stages_of(ranges: Sequence[tuple[int, int]], pp_size: int, width: int) -> tu
 
 
 def spelled(layer: LayerStrategy) -> LayerStrategy:
-    """Return a strategy as a search spells it: without what does nothing at its sizes.
+    """Return a strategy as a search writes it: without choices that have no effect at its sizes.
 
     States of experts that one rank holds are not sharded.
     """

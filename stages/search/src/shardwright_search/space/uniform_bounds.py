@@ -1,4 +1,4 @@
-"""Lower bounds on T where all layers share one strategy, of every such strategy of a configuration at once.
+"""Lower bounds on T if all layers have one strategy, for every such strategy of a configuration at once.
 
 What the layers take is then known, but for the embedding and the head. It is also known how many layers a pipeline
 stage can hold, and so how many some stage must hold at least; of interleaved chunks, which layers each stage holds.
@@ -28,7 +28,7 @@ class _Load(NamedTuple):
 
 
 class _Stages(NamedTuple):
-    """Lower bounds under every shared strategy; a stage is of no load where it may hold no layer."""
+    """Lower bounds for every common strategy; a stage that may hold no layer adds nothing."""
 
     together: _Load
     fullest: _Load
@@ -40,7 +40,7 @@ class _Stages(NamedTuple):
 
 
 class _Ends(NamedTuple):
-    """Costs of each embedding or head under every shared strategy of the layers."""
+    """Costs of each embedding or head under every common strategy of the layers."""
 
     time_ps: Numbers
     """[embeddings or heads, strategies]: A, the redistribution to or from the layers included."""
@@ -71,7 +71,7 @@ class UniformBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_method
     def bounds_ps(self, whole: Configuration, outer: Strategy | None) -> Numbers:
-        """Return the bound of every strategy that layers can share, with one of embedding and head or any of these."""
+        """Return the bound of every common strategy of the layers, with one or any strategy of embedding and head."""
         stages, tied_ps, (embedding, head) = self._stages_and_ends(whole)
         embedding, head = (
             ends.of(self._number_of(whole, name, outer)) for name, ends in ((EMBEDDING, embedding), (HEAD, head))
@@ -209,7 +209,7 @@ def _most_on(problem: Problem, stage: int, number: int, each: Sequence[Options])
 
 
 def _some_stage_holds(most: Numbers, layers: int) -> Ints:
-    """Return how many layers some stage holds at least where stages [stages, strategies] hold no more than so many."""
+    """Return the least number of layers that some stage must hold, given each stage's capacity [stages, strategies]."""
     low = np.full(most.shape[1], -(-layers // len(most)))
     high = np.full(most.shape[1], layers)
     while (low < high).any():
@@ -221,7 +221,7 @@ def _some_stage_holds(most: Numbers, layers: int) -> Ints:
 
 
 def _sends_ps(problem: Problem, each: dict[int, list[Options]]) -> Numbers:
-    """Return the least that all sends take; the first one may be of the embedding alone, others are of layers."""
+    """Return a lower bound of the time of all sends; the first may be the embedding's alone."""
     (options, *_), *_ = each.values()
     total, embedding = np.zeros(len(options.time_ps)), problem.layers[0]
     for stage in range(1, problem.pp_size):
@@ -266,7 +266,7 @@ def _of_chunks(problem: InterleavedProblem, rows: dict[int, Ints]) -> _Stages:
 
 
 def _chunks_fit(problem: InterleavedProblem, chunk: Callable[[int, str], Numbers], received: Numbers) -> Numbers:
-    """Return whether the layers of all stages may fit, each chunk of which but the first received so many bytes."""
+    """Return whether the layers of all stages may fit; each chunk but the first receives this many bytes."""
 
     def numbers(span: int, is_first: bool) -> tuple[Numbers, Numbers, Numbers]:
         held = chunk(span, "activation_bytes") + received * (not is_first)

@@ -1,1 +1,1 @@
-"""The memory of a step, and columns of numbers: shared by the cost model, which prices plans, and the solver."""
+"""The memory of a step, and Pareto filters: used by the cost model and by the solver."""

@@ -1,4 +1,4 @@
-"""Methods that remember what they answered, as long as their object lives."""
+"""Methods with a cache that lives as long as their object."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -10,7 +10,7 @@ R = TypeVar("R")
 
 
 class cached_method(Generic[S, P, R]):
-    """`functools.cache` for a method of an object with a `__dict__`, where the answers are kept."""
+    """A `functools.cache` for a method, stored in its object's `__dict__`."""
 
     def __init__(self, method: Callable[Concatenate[S, P], R]) -> None:
         self._method = method
@@ -23,7 +23,7 @@ class cached_method(Generic[S, P, R]):
     @overload
     def __get__(self, instance: S, owner: type) -> Callable[P, R]: ...
     def __get__(self, instance: Any, owner: type) -> Any:
-        """Return the remembering method; the object has it by itself from the second time on."""
+        """Return the cached method; later accesses find it in the object directly."""
         if instance is None:
             return self
         return instance.__dict__.setdefault(self._name, cache(partial(self._method, instance)))

@@ -2,7 +2,7 @@
 
 In a phase with k microbatches in flight a stage holds its state, (k - 1) times its activations, and the most that one
 more microbatch holds on its way: while layer j works, the activations of the layers up to j, j's workspace, and the
-gradients: of all layers, or in the first backward pass of those from j on. Where sums of earlier microbatches are kept
+gradients: of all layers, or in the first backward pass of those from j on. If sums of earlier microbatches are kept
 in addition to what a backward pass makes, they are all there from the second one on, and what it makes comes anew.
 Besides it holds what it received of each microbatch in flight and what it is receiving for the next pass, taken to be
 as large, and of one microbatch the gradients of its inputs and of its outputs.
@@ -36,9 +36,9 @@ class Phase(NamedTuple):
 
 
 def phases(in_flight: int, num_microbatches: int, keeps_sums: bool = False) -> tuple[Phase, ...]:
-    """Return when a stage with that many microbatches in flight may hold the most; `keeps_sums`: some layer keeps sums.
+    """Return the phases in which a stage's memory may be at its peak; `keeps_sums`: some layer keeps gradient sums.
 
-    Where all microbatches are in flight before the first backward pass, that pass has them all but makes the gradients
+    If all microbatches are in flight before the first backward pass, that pass has them all but makes the gradients
     only now; the passes after it have one less. With one microbatch more, there is one forward pass with the gradients
     of the first backward pass; with still more, forward passes meet sums and what the last backward pass has made.
     """
@@ -51,7 +51,7 @@ def phases(in_flight: int, num_microbatches: int, keeps_sums: bool = False) -> t
 
 
 def min_phases(in_flight: int, num_microbatches: int, keeps_sums: bool) -> tuple[Phase, ...]:
-    """Return a phase that every stage goes through, or exceeds, that has so many microbatches in flight or more."""
+    """Return a phase that every stage with this many micro-batches in flight, or more, reaches or exceeds."""
     if in_flight == num_microbatches:
         return phases(in_flight, num_microbatches, keeps_sums)
     return (Phase(in_flight, late=keeps_sums),)
@@ -70,7 +70,7 @@ class LayerMemory(NamedTuple):
     """Bytes in the layer's forward or backward pass."""
 
     def take(self, rows: Ints | int) -> "LayerMemory":
-        """Return some of the options."""
+        """Return the options in these rows."""
         return LayerMemory._make(column[rows] for column in self)
 
 
@@ -103,18 +103,18 @@ class StageMemory(NamedTuple):
     """The most so far, with the late gradients."""
 
     def take(self, rows: Ints | int) -> "StageMemory":
-        """Return some of the labels."""
+        """Return the labels in these rows."""
         return StageMemory(self.resident[rows], self.peak[rows])
 
     def then(self, layer: LayerMemory) -> "StageMemory":
-        """Return the memory with one more layer behind."""
+        """Return the memory with one more layer at the end."""
         working = self.resident + layer.activation + layer.workspace
         resident = self.resident + layer.static + layer.activation
         return StageMemory(resident, layer.static + layer.late + np.maximum(self.peak, working))
 
 
 def no_layers(parts: Sequence[Phase], received: ArrayLike) -> StageMemory:
-    """Return the memory before the first layer: what was received of the microbatches, of one so many bytes.
+    """Return the memory before the first layer: the received inputs of the micro-batches in flight.
 
     It adds to those in flight the gradient of one, and what comes for the next pass while this one computes.
     """
@@ -123,15 +123,15 @@ def no_layers(parts: Sequence[Phase], received: ArrayLike) -> StageMemory:
 
 
 def frees_outputs(model: Model) -> bool:
-    """Return whether an output's memory is free once it was sent.
+    """Return whether an output's memory can be freed once it was sent.
 
-    A layer that hands on several tensors may hand on one that its stage received and keeps.
+    A layer that passes on several tensors may pass on one that its stage received and keeps.
     """
     return len(model.boundary) == 1
 
 
 class PassCounts(NamedTuple):
-    """A pass of a stage, and what the stage holds meanwhile."""
+    """A pass of a stage, and the stage's memory during it."""
 
     chunk: int
     """The chunk that is worked on."""
@@ -185,7 +185,7 @@ def pass_counts(
 
 
 def layer_passes(gradients: ArrayLike, activation: ArrayLike, workspace: ArrayLike) -> LayerMemory:
-    """Return what a layer holds of one microbatch [options, kinds of passes]: those that make no gradients, and others.
+    """Return a layer's memory for one micro-batch [options, kinds of passes]: without and with gradients.
 
     States are counted apart, and so are gradients that are there.
     """

@@ -1,4 +1,4 @@
-"""Columns of whole numbers, and Pareto filters over them."""
+"""Pareto filters over columns of whole numbers."""
 
 from bisect import bisect_right
 from collections.abc import Iterable
@@ -22,12 +22,12 @@ _EARLIER = np.triu(np.ones((_BLOCK, _BLOCK), bool), 1)
 
 
 def pairs(rows: Ints, count: int) -> tuple[Ints, Ints]:
-    """Return every row with each of so many options: the row and the option of each pair."""
+    """Return all pairs of rows and options, as two arrays."""
     return np.repeat(rows, count), np.tile(np.arange(count), len(rows))
 
 
 def non_dominated(columns: NDArray[Any], key: Ints) -> Ints:
-    """Return indices of the rows of `columns` [rows, columns] that no other row of the same `key` [rows] beats.
+    """Return indices of the rows of `columns` [rows, columns] that no other row of the same `key` [rows] dominates.
 
     A row is beaten by one that is no larger in any column; of equal rows the first is kept. The answer is in ascending
     order of (key, columns).
@@ -61,7 +61,7 @@ def _front(rows: NDArray[Any]) -> Ints:
 
 
 def _front_of_three(second: list[float], third: list[float], beats: Iterable[bool]) -> Ints:
-    """Return `_front` of rows whose first column ascends: those below the staircase of all before that beat others."""
+    """Return `_front` for three columns whose first ascends, by a staircase of the other two."""
     kept: list[int] = []
     steps: list[float] = []
     heights: list[float] = []
@@ -129,7 +129,7 @@ def _no_worse(front: NDArray[Any], block: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def _beaten_of_three(front: NDArray[Any], block: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return the same for three columns, in one sweep over the first; of equal rows those of the front come first."""
+    """Return `_beaten` for three columns, in one sweep over the first; of equal rows those of the front come first."""
     rows, of_front = np.concatenate([front, block]), np.arange(len(front) + len(block)) < len(front)
     order: Ints = np.lexsort((~of_front, rows[:, 0]))
     kept = _front_of_three(rows[order, 1].tolist(), rows[order, 2].tolist(), of_front[order].tolist())

@@ -101,7 +101,7 @@ ACCELERATOR = Accelerator(
 
 
 def accelerate_setup(plan: Plan, plan_file: object) -> Exported:
-    """Return the set-up of a plan of data parallelism alone, with the launch file beside it.
+    """Return the set-up of a plan with data parallelism only, and its launch file.
 
     Raises BadInput naming the first thing that accelerate cannot express beside a stock model.
     """
@@ -146,7 +146,7 @@ def accelerate_setup(plan: Plan, plan_file: object) -> Exported:
 
 
 def _check_groups(uniform: UniformStrategy, target: ExportTarget) -> None:
-    """Raise BadInput where groups of shards are not of whole context-parallel groups, and of several of them."""
+    """Raise BadInput unless shard groups consist of several whole context-parallel groups."""
     shard_size, cp_size = uniform.layer.shard_size, uniform.layer.cp_size
     feature = f"layers[0]: shard_size {shard_size} beside cp_size {cp_size}"
     holds = shard_size % cp_size == 0 and (not uniform.shares_context or _in_groups(uniform))
@@ -158,7 +158,7 @@ def _in_groups(uniform: UniformStrategy) -> bool:
 
 
 def _shards(uniform: UniformStrategy) -> int:
-    """Return the data-parallel ranks of a group that shares states out."""
+    """Return the number of data-parallel ranks over which states are sharded."""
     return uniform.layer.dp_size // uniform.shard_groups
 
 
@@ -207,7 +207,7 @@ def _context_keys(uniform: UniformStrategy) -> dict[str, int | str]:
 
 
 def read_setup(text: str, file: str, setting: Setting) -> Reading:
-    """Return the plan of a set-up as `accelerate_setup` writes it; raises BadInput where a setting is missing."""
+    """Return the plan of a set-up as written by `accelerate_setup`; raise BadInput for a missing setting."""
 
     def given(name: str, kind: str = r"[1-9]\d{0,6}") -> str:
         match = re.search(rf"\b{name} ?= ?({kind})\b", text)
@@ -253,12 +253,12 @@ def _check_settings(text: str, file: str) -> None:
 
 
 def _value(text: str, node: ast.expr) -> object:
-    """Return the value of an expression, or its text where it is computed."""
+    """Return the value of a constant expression; for others, the source text."""
     return node.value if isinstance(node, ast.Constant) else ast.get_source_segment(text, node)
 
 
 def accelerate_limits(model: Model, precision: Precision) -> tuple[Limits, ...]:
-    """Return its two ways: FSDP2 that reduces each microbatch's gradients, or those of all with the last."""
+    """Return accelerate's two ways: FSDP2 reducing gradients once a step, or after each micro-batch."""
     once, each = GradientReduction.DEFERRED, GradientReduction.EVERY_MICROBATCH
     sharded = (DataParallel.ZERO2, DataParallel.ZERO3)
     alone = partial(Limits, tp_sizes=(1,), pipeline=False, contexts=contexts_of(model))

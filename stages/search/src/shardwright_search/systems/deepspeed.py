@@ -84,7 +84,7 @@ _TYPE_SETTINGS = Settings(
 
 
 def deepspeed_json(plan: Plan, plan_file: object) -> Exported:
-    """Return the configuration that a plan decides; optimizer and learning rate are the user's.
+    """Return the configuration that a plan determines; optimizer and learning rate are the user's.
 
     Raises BadInput naming the first thing that DeepSpeed cannot express beside a stock model.
     """
@@ -133,7 +133,7 @@ def _zero(plan: Plan, uniform: UniformStrategy, target: ExportTarget) -> dict[st
 
 
 def _precision(plan: Plan, target: ExportTarget) -> dict[str, object]:
-    """Return the types of computation and reduction; gradients are summed in float32, or beside a base in 16 bits."""
+    """Return the number formats of computation and reduction."""
     kept, used = plan.precision.parameters, plan.precision.compute
     if plan.model.low_rank is not UNSET and kept == used == plan.precision.reduce == "bfloat16":
         types = {"communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "bf16"}}
@@ -158,7 +158,7 @@ def _notes(plan: Plan, kinds: set[Recompute]) -> Iterator[str]:
 
 
 def read_deepspeed(text: str, file: str, setting: Setting) -> Reading:
-    """Return the plan of a configuration; its optimizer and precision are not read.
+    """Return the plan of a configuration, whose optimizer and precision are not read.
 
     Raises BadInput naming `file` for what is wrong, and for what no plan has.
     """
@@ -202,7 +202,7 @@ def _check_settings(file: str, keys: Mapping[str, object]) -> None:
 
 
 def deepspeed_limits(model: Model, precision: Precision) -> tuple[Limits, ...]:
-    """Return its two ways: stage 1, which reduces gradients once a step, and 2 and 3, those of each microbatch."""
+    """Return DeepSpeed's two ways: stage 1 reduces gradients once a step, 2 and 3 after each micro-batch."""
     once, each = GradientReduction.DEFERRED, GradientReduction.EVERY_MICROBATCH
     sharded = (DataParallel.ZERO2, DataParallel.ZERO3)
     return (

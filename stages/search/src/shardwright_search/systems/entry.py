@@ -1,4 +1,4 @@
-"""What a system that runs plans is: its entry, the part of the space that it runs, and the reading of its files."""
+"""The definition of a system that runs plans: its part of the search space, its files, and how they are read."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -35,7 +35,7 @@ from shardwright_search.systems.launch import Launch, Program, in_pipeline_order
 
 
 class Setting(NamedTuple):
-    """Settings of a run that a file of another system leaves out, or that are not read from it."""
+    """Settings of a run that another system's file leaves out, or that are not read from it."""
 
     model: Model
     cluster: Cluster
@@ -57,7 +57,7 @@ class Setting(NamedTuple):
         cp_size: int = 1,
         **of_layer: Any,  # noqa: ANN401 (of the fields of a layer)
     ) -> UniformStrategy:
-        """Return the choice of one strategy, on all devices; BadInput naming `name` if the sizes do not divide them."""
+        """Return a choice of one strategy, on all devices; BadInput naming `name` if the sizes do not divide them."""
         devices, model_ranks = self.cluster.num_devices, tp_size * cp_size * pp_size
         if devices % model_ranks:
             context = f" x cp {cp_size}" if cp_size > 1 else ""
@@ -71,19 +71,19 @@ class Setting(NamedTuple):
         return UniformStrategy(layer, pp_size, micro_batch_size, gradient_reduction)
 
     def differences(self, batch: tuple[str, object], length: tuple[str, object] = ("", None)) -> tuple[str, ...]:
-        """Return what of a file is not as it is asked, a line each: the name and the value of its batch and its length.
+        """Return a line for each difference between a file's batch or length and the requested one.
 
         A value is None where the file leaves it open.
         """
         asked = ((*batch, self.global_batch_size), (*length, self.model.sequence_length))
         return tuple(
-            f"its {name} is {given}: it is priced with {wanted}, as asked"
+            f"its {name} is {given}: it is priced with {wanted}, as requested"
             for name, given, wanted in asked
             if given is not None and str(given) != str(wanted)
         )
 
     def plan(self, choice: UniformStrategy, name: str) -> Plan:
-        """Return the plan of a choice, with evenly cut layers where it has no ranges.
+        """Return the plan of a choice, with evenly cut layers if it has no ranges.
 
         Raises BadInput naming `name` if its numbers do not divide one another.
         """
@@ -109,14 +109,14 @@ class Setting(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """The plan that another system's file stands for, and what of the file no plan has, a line each."""
+    """The plan in another system's file, and a line for each setting of the file that a plan does not have."""
 
     plan: Plan
     notes: tuple[str, ...] = ()
 
 
 class Limits(NamedTuple):
-    """Plans that a system runs in one way; a system has several where their gradients are reduced differently."""
+    """Limits of the plans that a system runs in one way; a way has one kind of gradient reduction."""
 
     words: str
     data_parallel: tuple[DataParallel, ...]
@@ -143,7 +143,7 @@ class Limits(NamedTuple):
         return not self.uniform or len(names := set(map(base_type, model.layers))) == 1 or names <= set(self.types)
 
     def narrowed(self, request: SearchRequest, model: Model, devices: int) -> SearchRequest | None:
-        """Return the part of a request's space that the system runs in this way; None: nothing of it."""
+        """Return the part of a request's space that the system runs in this way; None: the part is empty."""
         several = tuple(size for size in range(2, most_stages(len(model.layers)) + 1) if devices % size == 0)
         degrees = {None: request.pp_sizes, False: (1,), True: several}[self.pipeline]
         tp_sizes = request.tp_sizes if self.tp_sizes is None else self.tp_sizes
@@ -166,7 +166,7 @@ class Limits(NamedTuple):
         )
 
     def restricted(self, request: SearchRequest, model: Model, devices: int) -> SearchRequest | None:
-        """Return the part of a space that both the request and the system in this way have; None: nothing of it.
+        """Return the intersection of a request's space with the plans of this way; None: it is empty.
 
         Raises ValueError where the request says of embedding or head what the system decides.
         """
@@ -197,14 +197,14 @@ _LISTED = ("pp_sizes", "tp_sizes", "cp_sizes", "data_parallel", "recompute", "se
 
 
 def _in_both(asked: tuple[Any, ...] | None, had: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
-    """Return what stands in both lists; None is a list of all."""
+    """Return the values in both lists; None stands for a list of all values."""
     if asked is None or had is None:
         return had if asked is None else asked
     return tuple(each for each in asked if each in had)
 
 
 class Entry(NamedTuple):
-    """A system that runs plans: what it is called, how it computes, what it runs, and its files."""
+    """A system that runs plans: its name, its runtime, its part of the search space, and its files."""
 
     title: str
     version: str
@@ -231,7 +231,7 @@ class Entry(NamedTuple):
     """Function that reads words of its command line, also in a file of any name; None: it has no such words."""
 
     def launched(self, plan: Plan, plan_file: object, hosts: Path | None = None) -> tuple[Exported, Launch]:
-        """Return the export of a plan, its ranks in the order of its pipeline, and the files that start it on hosts.
+        """Return the exported plan, its ranks in pipeline order, and the files that start it on hosts.
 
         Raises BadInput naming the plan's file for what the system cannot run, or torchrun cannot number.
         """
@@ -241,12 +241,12 @@ class Entry(NamedTuple):
         return exported, launch_of(program, exported, self.file_name, ordered, plan_file, hosts)
 
     def is_its_file(self, path: Path, text: str) -> bool:
-        """Return whether a file is one of the system's, by its ending and its words."""
+        """Return whether a file is one of the system's, by its suffix and its content."""
         return path.suffix == Path(self.file_name).suffix and self.mark in text
 
 
 def program_of(words: str, what: str = "") -> Callable[[Plan, Exported], Program]:
-    """Return the program of a system whose command does not depend on the plan; `what`: the user's own `$TRAIN`."""
+    """Return the program of a system whose command is the same for all plans; `what`: the meaning of `$TRAIN`."""
     program = Program(words, {"TRAIN": what} if what else {})
     return lambda _plan, _exported: program
 
@@ -266,7 +266,7 @@ def has_experts(model: Model) -> bool:
 
 
 def expert_states_alike(configuration: Configuration) -> bool:
-    """Return whether states of experts are shared as those of the rest of their layers, all alike."""
+    """Return whether experts' states are sharded as the rest of their layers."""
     return configuration.layers is None or experts_apart(configuration.layers) is None
 
 
@@ -288,7 +288,7 @@ _BEYOND = 10**18
 
 
 class Settings(NamedTuple):
-    """Settings of one section of a system's files, by what they do to a plan."""
+    """The settings in one section of a system's files, by their effect on a plan."""
 
     read: Collection[str] = ()
     """Settings that the reader turns into the plan."""
@@ -320,7 +320,7 @@ def concerns_plans(name: str) -> bool:
 
 
 def shown(value: object) -> str:
-    """Return a value as a refusal shows it: numbers of thousands of digits, and what is nested deeply, are cut."""
+    """Return a value for an error message, with long numbers, long texts and nested values shortened."""
     if isinstance(value, str):
         return value[:_MOST]
     if isinstance(value, Mapping):
@@ -334,7 +334,7 @@ def _is_among(value: object, known: Iterable[object]) -> bool:
 
 
 def _is_off(value: object) -> bool:
-    """Return whether a value says that something is not used: false, none, nothing, or a section that says so."""
+    """Return whether a value means that a feature is off: false, none, empty, or a section with `enabled` false."""
     if isinstance(value, Mapping):
         return (
             not value or value.get("enabled", value.get("enable")) is False or value.get("device", 0) in (None, "none")

@@ -1,4 +1,4 @@
-"""Refusals of plans that another system cannot express, and the one strategy that most of them want of all layers."""
+"""Errors for plans that another system cannot express, and the common strategy that most systems require."""
 
 from collections.abc import Collection, Container, Iterator, Sequence
 from math import isfinite
@@ -37,7 +37,7 @@ WHOLE_LAYERS = (Recompute.NONE, Recompute.FULL)
 
 
 class Exported(NamedTuple):
-    """A plan as another system reads it."""
+    """A plan in another system's format."""
 
     text: str
     """Content of the file."""
@@ -90,12 +90,12 @@ def uniform_of(
     types: Container[str] = (),
     with_peft: bool = False,
 ) -> UniformStrategy:
-    """Return the one strategy of a plan that shards all its layers alike, as all systems but Galvatron want it.
+    """Return the one strategy of a plan whose layers are all sharded equally, as every system but Galvatron requires.
 
     Recomputation is left out: layers may differ in it. Raises BadInput naming the first layer, embedding and head
-    included, that is sharded otherwise than the first layer, and for what none of them has: strided tensor-parallel
+    included, that is sharded differently from the first layer, and for what none of them has: strided tensor-parallel
     groups, Ulysses, layers of several types, recomputation but of these kinds, interleaved microbatches in unequal
-    groups. Experts that ranks share out are refused unless the system has grids for them, and so are positions; layers
+    groups. Experts that ranks shard are refused unless the system has grids for them, and so are positions; layers
     of unlike types unless it has both of them beside one another in its models (`types`). Low-rank matrices are refused
     unless it runs models of peft.
     """
@@ -128,14 +128,14 @@ def uniform_of(
 
 
 def check_exportable(plan: Plan, target: ExportTarget, with_peft: bool = False) -> None:
-    """Raise BadInput for fields that no export supports, and for frozen parameters but those beside peft's."""
+    """Raise BadInput for fields that no export supports, and for frozen parameters, except under peft."""
     check_fields(plan, target.plan_file, f"the {target.name} export", ("precision.base",) if with_peft else ())
     holds = not plan.model.is_frozen or (with_peft and plan.model.low_rank is not UNSET)
     target.demand(holds, "frozen parameters", "export a plan of the model that is trained whole")
 
 
 def strategies(plan: Plan) -> Iterator[tuple[str, Strategy]]:
-    """Yield embedding, layers and head in order: the name and what its strategy does."""
+    """Yield the name and the effective strategy of embedding, layers and head, in order."""
     yield EMBEDDING, effective(plan.embedding)
     for i, layer in enumerate(plan.layers):
         yield f"layers[{i}]", effective(layer)
@@ -143,7 +143,7 @@ def strategies(plan: Plan) -> Iterator[tuple[str, Strategy]]:
 
 
 def check_stages(plan: Plan, target: ExportTarget) -> None:
-    """Raise BadInput unless the pipeline stages are equal blocks of ranks and the schedule is one of their number.
+    """Raise BadInput unless the pipeline stages are equal blocks of ranks and the schedule suits their number.
 
     Without a pipeline every system works through the microbatches one after the other: that is 1F1B, and not GPipe,
     which holds them all.
@@ -160,15 +160,15 @@ def check_stages(plan: Plan, target: ExportTarget) -> None:
 
 
 def check_whole_positions(plan: Plan, target: ExportTarget) -> None:
-    """Raise BadInput naming the first layer whose ranks share out positions in attention, too."""
+    """Raise BadInput naming the first layer whose ranks shard positions in attention, too."""
     for where, strategy in strategies(plan):
-        target.demand(strategy.cp_size == 1, f"{where}: cp_size above 1", "share positions out by sequence_parallel")
+        target.demand(strategy.cp_size == 1, f"{where}: cp_size above 1", "split positions by sequence_parallel")
 
 
 def check_whole_experts(plan: Plan, target: ExportTarget) -> None:
-    """Raise BadInput naming the first layer whose ranks share experts out."""
+    """Raise BadInput naming the first layer whose ranks shard experts."""
     for i, layer in enumerate(plan.layers):
-        feature = f"layers[{i}], whose ranks share experts out"
+        feature = f"layers[{i}], whose ranks shard experts"
         target.demand(not shares_experts(layer), feature, "leave out its experts")
 
 
@@ -180,7 +180,7 @@ def check_expert_states(where: str, layer: LayerStrategy, target: ExportTarget) 
 
 
 def experts_apart(layer: LayerStrategy) -> tuple[str, str] | None:
-    """Return how states of a layer's experts are shared otherwise than the rest, and what to do; None if they are not.
+    """Return how the sharding of experts' states differs from the rest, and the remedy; None if it does not.
 
     Other systems have one kind of data parallelism for both, and groups of shards for neither beside expert grids.
     """
@@ -192,11 +192,11 @@ def experts_apart(layer: LayerStrategy) -> tuple[str, str] | None:
         feature = f"experts {grid.data_parallel}, where the rest has {kind}"
         return feature, "give experts the data_parallel of their layer"
     grouped = layer.shard_size or grid.shard_size
-    return ("experts beside states sharded in groups", "leave out shard_size") if grouped else None
+    return ("experts with states sharded in groups", "leave out shard_size") if grouped else None
 
 
 def _check_context_alike(plan: Plan, target: ExportTarget) -> None:
-    """Raise BadInput unless positions of all layers attend to those of other ranks in one way."""
+    """Raise BadInput unless all layers use the same kind of context parallelism."""
     first = plan.layers[0].context
     for i, layer in enumerate(plan.layers):
         feature = f"layers[{i}]: context {layer.context}, where layers[0] has {first}"
@@ -209,13 +209,13 @@ def _layer_with_experts(plan: Plan, target: ExportTarget) -> LayerStrategy:
     number, first = layers[0] if layers else (0, plan.layers[0])
     for i, layer in layers:
         feature = f"layers[{i}]: experts split differently from layers[{number}]"
-        target.demand(layer.experts == first.experts, feature, "share them out alike in all layers")
+        target.demand(layer.experts == first.experts, feature, "shard them in the same way in all layers")
         check_expert_states(f"layers[{i}]", layer, target)
     return first
 
 
 def check_recompute(plan: Plan, target: ExportTarget, kinds: Sequence[Recompute] = WHOLE_LAYERS) -> None:
-    """Raise BadInput where a layer is recomputed in a way that is none of these kinds."""
+    """Raise BadInput if a layer's recomputation is not one of these kinds."""
     remedy = "recompute all of it or nothing" if kinds == WHOLE_LAYERS else f"choose {', '.join(kinds)}"
     for i, layer in enumerate(plan.layers):
         target.demand(layer.recompute in kinds, f"layers[{i}]: recompute {layer.recompute}", remedy)
@@ -228,7 +228,7 @@ def in_mxfp8(plan: Plan) -> bool:
 
 
 def kernel_notes(plan: Plan) -> Iterator[str]:
-    """Yield the kernels that a plan names: another system chooses its own, and nothing else depends on them."""
+    """Yield notes on the kernels that a plan names, which the other system chooses itself."""
     if plan.attention is not Attention.AUTO:
         yield f"the attention kernel {plan.attention} is not in the file"
     if plan.fused:
@@ -250,12 +250,12 @@ def _shared_strategy(plan: Plan, target: ExportTarget) -> Strategy:
         for field in Strategy.__struct_fields__:
             value, shared = getattr(strategy, field), getattr(first, field)
             feature = f"{where}: {field} {value}, where {first_where} has {shared}"
-            target.demand(value == shared, feature, "shard embedding, layers and head alike")
+            target.demand(value == shared, feature, "shard embedding, layers and head in the same way")
     return first
 
 
 def attention_obstacle(model: Model, drops: bool = False) -> str | None:
-    """Return why attention of a model does not go across ranks there, or None: it takes causal and full attention.
+    """Return why a model's attention does not support context parallelism there; None if it does.
 
     `drops`: whether attention may drop some of what it adds.
     """
@@ -271,12 +271,12 @@ def attention_obstacle(model: Model, drops: bool = False) -> str | None:
 
 
 def contexts_of(model: Model, drops: bool = False) -> tuple[ContextParallel, ...]:
-    """Return the ways in which positions of a model attend across ranks there; none where they do not."""
+    """Return the kinds of context parallelism that a model supports there; none if it does not support any."""
     return tuple(ContextParallel) if attention_obstacle(model, drops) is None else ()
 
 
 def check_context(plan: Plan, uniform: UniformStrategy, target: ExportTarget, drops: bool = False) -> None:
-    """Raise BadInput where layers share positions out and the system's attention does not take the model's masks."""
+    """Raise BadInput where layers split positions and the system's attention does not take the model's masks."""
     if uniform.shares_context:
         obstacle = attention_obstacle(plan.model, drops)
         feature = f"layers[0]: cp_size {uniform.layer.cp_size} ({obstacle})"

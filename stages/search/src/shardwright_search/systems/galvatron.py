@@ -99,7 +99,7 @@ class GalvatronStrategy(NamedTuple):
 
 
 class _Keys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The keys as they stand in the file; a list of numbers, one for each layer, is a string such as `1,1,2`."""
+    """The keys of the file; a list of numbers, one for each layer, is a string such as `1,1,2`."""
 
     pp_deg: Degree
     tp_sizes_enc: str
@@ -162,7 +162,7 @@ def strategy_of_keys(raw: object, path: Path) -> GalvatronStrategy:
 
 
 def galvatron_keys(strategy: GalvatronStrategy) -> dict[str, int | str]:
-    """Return the file's keys: those of 2.4.0, and those that newer versions need, which 2.4.0 ignores."""
+    """Return the file's keys: those of 2.4.0, and further keys of newer versions, which 2.4.0 ignores."""
     layers, vocabulary = strategy.layers, strategy.vocabulary
     return {
         "pp_deg": len(strategy.pp_division),
@@ -187,7 +187,7 @@ def galvatron_keys(strategy: GalvatronStrategy) -> dict[str, int | str]:
 
 
 def _expert_keys(layers: Sequence[GalvatronLayer]) -> dict[str, int | str]:
-    """Return the degrees of experts, where some layer has any; a layer without has 1."""
+    """Return the expert degrees of all layers, if any layer has experts; 1 for layers without."""
     if all(layer.experts is None for layer in layers):
         return {}
     pairs = [layer.experts or (1, 1) for layer in layers]
@@ -208,12 +208,12 @@ def _vocabulary_is_zero3(path: Path, keys: _Keys) -> bool:
     """Return `embed_sdp`, which the search writes, or `vocab_sdp`, which newer runtimes read."""
     given = {flag for flag in (keys.embed_sdp, keys.vocab_sdp) if flag is not None}
     if len(given) > 1:
-        raise BadInput(path, "embed_sdp and vocab_sdp differ, one is what the other was called", "keep one of them")
+        raise BadInput(path, "embed_sdp and vocab_sdp differ, but are names of one setting", "keep one of them")
     return given == {1}
 
 
 def _division(path: Path, keys: _Keys, count: int) -> tuple[int, ...]:
-    """Return the layers of each pipeline stage; without the key the last takes what an even division leaves."""
+    """Return the number of layers of each pipeline stage; by default even, with the remainder on the last stage."""
     if keys.pp_division is None:
         share = count // keys.pp_deg
         division = (*(share for _ in range(keys.pp_deg - 1)), count - share * (keys.pp_deg - 1))
@@ -230,14 +230,14 @@ def _listed(path: Path, keys: _Keys, name: str, count: int, absent: int) -> tupl
     text: str | None = getattr(keys, name)
     numbers = (absent,) * count if text is None else _numbers(path, name, text)
     if len(numbers) != count:
-        raise BadInput(path, f"{name} has {len(numbers)} numbers, tp_sizes_enc {count}", "give every layer a number")
+        raise BadInput(path, f"{name} has {len(numbers)} numbers, tp_sizes_enc has {count}", "give one per layer")
     return numbers
 
 
 def _flags(path: Path, name: str, numbers: tuple[int, ...]) -> tuple[bool, ...]:
     for layer, number in enumerate(numbers):
         if number not in (0, 1):
-            raise BadInput(path, f"{name} of layer {layer} is {number}, which no plan can say", "use 0 or 1")
+            raise BadInput(path, f"{name} of layer {layer} is {number}, which a plan cannot express", "use 0 or 1")
     return tuple(number == 1 for number in numbers)
 
 
@@ -270,12 +270,12 @@ def strategy_of(
     # Galvatron makes every group of Ulysses of neighbours, whatever the flag.
     consecutive = layer.tp_consecutive or layer.ulysses
     if layer.cp_size > 1 and not consecutive and layer.tp_size > 1:
-        raise BadInput(file, f"{where}: strided groups beside cp {layer.cp_size}", "make them consecutive")
+        raise BadInput(file, f"{where}: strided tp groups with cp {layer.cp_size}", "make them consecutive")
     sequence_parallel = SequenceParallel.ULYSSES if layer.ulysses else SequenceParallel.NONE
     if layer.tp_size > 1 and not layer.ulysses:
         if run.sequence_parallel is None:
-            problem = f"{where} is {layer.tp_size}, and the file does not say whether such layers share the sequence"
-            raise BadInput(file, problem, "say it: --sequence-parallel none or megatron")
+            problem = f"{where} is {layer.tp_size}, and the file does not state whether such layers split the sequence"
+            raise BadInput(file, problem, "pass --sequence-parallel none or megatron")
         sequence_parallel = SequenceParallel(run.sequence_parallel)
     return effective(
         Strategy(
@@ -290,7 +290,7 @@ def strategy_of(
 
 
 def galvatron_layer(strategy: Strategy, recompute: Recompute) -> GalvatronLayer:
-    """Return a layer of the file for what a layer of a plan does."""
+    """Return the file's form of a layer's strategy."""
     return GalvatronLayer(
         tp_size=strategy.tp_size,
         tp_consecutive=strategy.tp_consecutive,
@@ -302,7 +302,7 @@ def galvatron_layer(strategy: Strategy, recompute: Recompute) -> GalvatronLayer:
 
 
 def check_rings(plan: Plan, target: ExportTarget) -> None:
-    """Raise BadInput naming the first layer whose positions attend to those of other ranks otherwise than it does."""
+    """Raise BadInput naming the first layer whose context parallelism differs from Galvatron's."""
     shared = next((where for where, strategy in strategies(plan) if strategy.cp_size > 1), None)
     if shared is None:
         return
@@ -355,7 +355,7 @@ _PIPELINE_TYPES: dict[Schedule, PipelineType] = {
 """Names of the schedules of a stage with one layer range, which is all that Galvatron has."""
 _UNUSED_DEFAULT: DataParallelType = "zero2"
 """Value that is written where nothing is left to `default_dp_type`; Galvatron's own launch scripts ask for it."""
-_SHARES_SEQUENCE = "read as a run with --sequence-parallel, which the file does not say"
+_SHARES_SEQUENCE = "read as a run with --sequence-parallel, which the file does not state"
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -413,7 +413,7 @@ def plan_of_galvatron(
 
 
 def galvatron_file(plan: Plan, plan_file: object) -> Exported:
-    """Return Galvatron's strategy file of a plan, and the options that its run needs.
+    """Return Galvatron's strategy file for a plan, and the options that its run needs.
 
     Raises BadInput naming the first thing that the file cannot say.
     """
@@ -423,7 +423,7 @@ def galvatron_file(plan: Plan, plan_file: object) -> Exported:
 
 
 def galvatron_strategy(plan: Plan, plan_file: object) -> GalvatronStrategy:
-    """Return the content of Galvatron's file for a plan; BadInput names the first thing that it cannot say."""
+    """Return the content of Galvatron's file for a plan; BadInput names the first feature that it cannot express."""
     target = ExportTarget("Galvatron", plan_file)
     check_exportable(plan, target)
     check_stages(plan, target)
@@ -452,7 +452,7 @@ def galvatron_strategy(plan: Plan, plan_file: object) -> GalvatronStrategy:
 
 
 def _joined(model: Model) -> list[tuple[int, ...]]:
-    """Return the numbers of the layers that are one of Galvatron's: a block, and what changes its output's shape.
+    """Return the indices of the layers that form one layer of Galvatron: a block, and patch merging after it.
 
     So it merges Swin's patches (galvatron/models/swin): in the last block of a stage.
     """
@@ -486,7 +486,7 @@ def _num_microbatches(given: GalvatronStrategy, dp_size: int, file: Path) -> int
         raise BadInput(
             file,
             f"chunks {given.chunks} cuts a rank's {samples} samples into microbatches of {size} and one of "
-            f"{samples % size}, which no plan can say",
+            f"{samples % size}, which a plan cannot express",
             "choose --num-microbatches yourself",
         )
     return samples // size
@@ -501,13 +501,13 @@ def _check_ranges(plan: Plan, target: ExportTarget) -> None:
 
 
 def _check_joined(plan: Plan, target: ExportTarget) -> None:
-    """Check that what Galvatron joins to a block is sharded, recomputed and placed as the block is."""
+    """Raise BadInput unless layers that Galvatron joins to a block are sharded, recomputed and placed as the block."""
     for first, *others in _joined(plan.model):
         block = plan.layers[first]
         for number in others:
             layer = plan.layers[number]
             alike = replace(layer, type=block.type) == block
-            feature = f"layers[{number}], {layer.type}, sharded or recomputed otherwise than the block before it"
+            feature = f"layers[{number}], {layer.type}, sharded or recomputed differently from the block before it"
             target.demand(alike, feature, "give both one strategy: set fine_grained to false")
             apart = any(number == low for stage in plan.stages for low, _ in stage.layers)
             target.demand(not apart, f"a cut before layers[{number}], {layer.type}", "cut behind it")
@@ -529,11 +529,11 @@ def _check_strategies(plan: Plan, target: ExportTarget) -> DataParallelType:
         strided = not strategy.tp_consecutive and (where in (EMBEDDING, HEAD) or ulysses)
         target.demand(not strided, f"{where}: strided groups there", "make them consecutive")
         feature = f"{where}: states sharded in groups of {strategy.shard_size}"
-        target.demand(not strategy.shard_size, feature, "share them out among all ranks: leave out shard_size")
+        target.demand(not strategy.shard_size, feature, "shard them over all ranks: leave out shard_size")
         if kind is not DataParallel.ZERO3 and (strategy.dp_size > 1 or strategy.cp_size > 1 or ulysses):
             default = default or (where, kind)
             feature = f"{where}: {kind}, where {default[0]} has {default[1]}"
-            target.demand(kind is default[1], feature, "use zero3 beside one of ddp and zero2")
+            target.demand(kind is default[1], feature, "use zero3 together with only one of ddp and zero2")
         if strategy.tp_size > 1 and not ulysses:
             sharing = sharing or (where, sequence)
             feature = f"{where}: sequence_parallel {sequence}, where {sharing[0]} has {sharing[1]}"
@@ -542,7 +542,7 @@ def _check_strategies(plan: Plan, target: ExportTarget) -> DataParallelType:
         check_expert_states(f"layers[{i}]", layer, target)
     check_recompute(plan, target)
     alike = effective(plan.embedding) == effective(plan.head)
-    target.demand(alike, "a head sharded otherwise than the embedding", "shard them alike")
+    target.demand(alike, "a head sharded differently from the embedding", "shard both in the same way")
     return _UNUSED_DEFAULT if default is None else _DEFAULTS[default[1]]
 
 
@@ -558,7 +558,7 @@ def _options(plan: Plan) -> Iterator[str]:
 
 
 def galvatron_limits(model: Model, precision: Precision) -> tuple[Limits, ...]:
-    """Return its two ways: one of ddp and zero2, which holds for all layers, beside zero3.
+    """Return Galvatron's two ways: DDP or ZeRO-2 for all layers, each together with ZeRO-3.
 
     For models with layers that it joins to the block before, it has none in which each layer has its own strategy.
     """

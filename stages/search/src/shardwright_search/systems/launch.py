@@ -75,7 +75,7 @@ _MODULES = 'export PYTHONPATH="$folder${PYTHONPATH:+:$PYTHONPATH}"\n'
 
 
 class Program(NamedTuple):
-    """The program that the ranks of a node run, in the words of a shell; `$folder` is the folder of the files."""
+    """The program that the ranks of a node run, as shell words; `$folder` is the folder of the files."""
 
     words: str
     """Words behind torchrun's options; with `alone`, the whole command, which knows `ranks`, `node` and `master`."""
@@ -100,7 +100,7 @@ def launch_of(
     hosts: Path | None = None,
     spot: bool = False,
 ) -> Launch:
-    """Return the files that start a plan whose ranks are numbered as torchrun numbers them; `spot`: on such nodes.
+    """Return the files that start a plan, with ranks numbered as by torchrun; `spot`: on spot nodes.
 
     Raises BadInput where a node has no GPU, where nothing says which nodes of Slurm are of which type, and for a bad
     file of hosts.
@@ -130,7 +130,7 @@ def launch_of(
 
 
 def _groups(nodes: Sequence[Node]) -> list[NodesOfAType]:
-    """Return neighbours of one type together."""
+    """Return the nodes in runs of neighbours of one type."""
     groups, first = [], 0
     for name, same in groupby(nodes, key=lambda node: node.node_type):
         each = list(same)
@@ -140,7 +140,7 @@ def _groups(nodes: Sequence[Node]) -> list[NodesOfAType]:
 
 
 def _node_script(plan: Plan, program: Program, exported: Exported, nodes: Sequence[Node], own: Collection[str]) -> str:
-    """Return the script of a node; what it starts can import the modules among its `own` files."""
+    """Return the script of a node; its program can import the modules among the plan's `own` files."""
     given = program.variables.items()
     return _script(
         "node.sh",
@@ -220,7 +220,7 @@ def _notes(plan: Plan, nodes: Sequence[Node]) -> Iterator[str]:
 
 
 def _script(name: str, **parts: str) -> str:
-    """Return a script with a part in each of its places; what looks like a place in a part stays as it is."""
+    """Return a script template with its placeholders filled."""
     text = files(__package__).joinpath("scripts", name).read_text(encoding="utf-8")
     return _PLACE.sub(lambda place: parts.get(place[1] or place[2], place[0]), text)
 
@@ -230,7 +230,7 @@ def _on_one_line(text: str) -> str:
 
 
 def in_pipeline_order(plan: Plan, plan_file: object) -> Plan:
-    """Return the plan with nodes, and so ranks, numbered in the order in which its pipeline takes them up.
+    """Return the plan with nodes, and so ranks, numbered in pipeline order.
 
     Raises BadInput where no order of the nodes does: torchrun cannot give a node ranks that do not follow one another.
     """
@@ -252,7 +252,7 @@ def in_pipeline_order(plan: Plan, plan_file: object) -> Plan:
 
 
 def _nodes(cluster: Cluster, hosts: Mapping[str, str] | None) -> list[Node]:
-    """Return the nodes of a cluster in their order; hosts of a type are taken in the order in which they are given."""
+    """Return the nodes of a cluster in order, with hosts assigned by type in the given order."""
     left = {name: iter([host for host, kind in (hosts or {}).items() if kind == name]) for name in cluster.node_types}
     nodes, first = [], 0
     for node_type in (group.node_type for group in cluster.nodes for _ in range(group.count)):
@@ -263,7 +263,7 @@ def _nodes(cluster: Cluster, hosts: Mapping[str, str] | None) -> list[Node]:
 
 
 def read_hosts(path: Path, cluster: Cluster) -> dict[str, str]:
-    """Return node types by host, from a file of one `HOST TYPE` a line; `#` begins a comment of a line of its own.
+    """Return node types by host, from a file with one `HOST TYPE` a line, and lines of comments after `#`.
 
     Raises BadInput naming the line that is none, and where hosts are not as many of each type as the cluster's nodes.
     """
@@ -279,7 +279,7 @@ def read_hosts(path: Path, cluster: Cluster) -> dict[str, str]:
             known = ", ".join(sorted(cluster.node_types))
             raise BadInput(path, f"{where}: the plan's cluster has no node type {node_type!r}, only {known}", _REMEDY)
         if host in hosts:
-            raise BadInput(path, f"{where}: host {host} stands twice", "name each host once")
+            raise BadInput(path, f"{where}: host {host} is listed twice", "name each host once")
         hosts[host] = node_type
     counts, wanted = Counter(hosts.values()), Counter[str]()
     for group in cluster.nodes:

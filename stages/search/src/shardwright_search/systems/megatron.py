@@ -77,7 +77,7 @@ _FIXED = {_ORIGINAL: 4096, "beta_fast": 32, "beta_slow": 1}
 
 
 def head_options(heads: Heads, hidden: int, latents: Latents | None) -> Arguments:
-    """Return the heads of attention; `latents` are those that queries, keys and values come from, None without."""
+    """Return the options for attention heads; `latents`: those of multi-head latent attention, None without."""
     options: dict[str, Value] = {"--num-attention-heads": heads.heads}
     if latents is not None:
         return {**options, **_latent_options(heads, latents)}
@@ -102,7 +102,7 @@ def _latent_options(heads: Heads, latents: Latents) -> Arguments:
 
 
 def latent_rope_options(rope: Mapping[str, Any]) -> Arguments:
-    """Return the rotary embeddings of attention from latents, which Megatron-LM scales by YaRN by default.
+    """Return the options for rotary embeddings of latent attention, which Megatron-LM scales by YaRN by default.
 
     Its fused kernel, which it takes by default, is refused for others (`MLATransformerConfig`).
     """
@@ -127,9 +127,9 @@ LAYER_TYPES = tuple(f"{name}{end}" for name in (BLOCK, DENSE, SPARSE) for end in
 
 
 def check_split_sequence(plan: Plan, uniform: UniformStrategy, target: ExportTarget) -> None:
-    """Raise BadInput for experts beside tensor parallelism of whole sequences, which Megatron-LM refuses."""
+    """Raise BadInput for experts with tensor but without sequence parallelism, which Megatron-LM refuses."""
     holds = uniform.layer.tp_size == 1 or uniform.layer.sequence_parallel is SequenceParallel.MEGATRON
-    feature = "experts beside tensor parallelism of whole sequences"
+    feature = "experts with tensor parallelism but without sequence parallelism"
     target.demand(holds or not has_experts(plan.model), feature, "choose sequence_parallel megatron")
 
 
@@ -145,7 +145,7 @@ def expert_options(experts: ExpertStrategy | UnsetType) -> Arguments:
 
 
 def expert_model_options(model: Model, family: Family, target: ExportTarget) -> Arguments:
-    """Return what a model's experts are, none without; positions are never dropped, as is its default.
+    """Return the options for a model's experts; positions are never dropped, as is Megatron-LM's default.
 
     Its balance loss of sequences divides by the experts of a position and adds up layers.
 
@@ -186,7 +186,7 @@ def _routing_options(routing: Routing, experts: Experts, target: ExportTarget) -
 
 
 def routing_notes(model: Model, family: Family) -> Iterator[str]:
-    """Yield how Megatron-LM's routers differ from the model's: groups, and corrections that it changes step by step."""
+    """Yield notes on how Megatron-LM's routers differ from the model's: groups, and updates of the expert bias."""
     if (routing := routing_of(model, family)) is None:
         return
     config = family.configured(model.config)
@@ -218,7 +218,7 @@ def _options_of(model: Model, experts: Experts, family: Family) -> Arguments:
 
 
 def _layers_with_experts(model: Model) -> Arguments:
-    """Return which layers have experts, as the sum of lists that it evaluates; left out where all do."""
+    """Return the option for which layers have experts, as Python lists; left out if all have."""
     decoder = model.layers[: len(model.layers) - mtp_layers(model.layers)]
     sparse = [int(model.types[kind].experts is not UNSET) for kind in decoder]
     terms = (f"[{value}]*{len(list(group))}" for value, group in groupby(sparse))
@@ -232,7 +232,7 @@ _HEAD_NORMS = ("q_norm.weight", "kv_a_layernorm.weight")
 
 
 def model_options(model: Model, target: ExportTarget) -> Arguments:
-    """Return the sizes of a model whose layers differ in experts alone; of families it runs exactly, norms and more.
+    """Return the options for a model's sizes, and its norms and more if Megatron-LM runs it exactly.
 
     Raises BadInput for biases that Megatron-LM has no option for.
     """
@@ -266,13 +266,13 @@ def model_options(model: Model, target: ExportTarget) -> Arguments:
 
 
 def model_notes(model: Model) -> Iterator[str]:
-    """Yield what the arguments cannot hold of the model."""
+    """Yield notes on properties of the model that the arguments cannot express."""
     family = FAMILIES.get(model.family)
     if family is None or not family.systems.megatron:
         rest = "norms, positions and activations"
         if has_experts(model):
             rest = "norms, positions, activations and routers"
-        yield f"of a {model.family} model it is told the sizes alone: {rest} are yours"
+        yield f"of a {model.family} model it the arguments give only the sizes: {rest} are yours"
     if family is not None:
         yield from routing_notes(model, family)
     rope = _rope(model.config)
@@ -312,7 +312,7 @@ def _exact(family: Family, model: Model, target: ExportTarget) -> Arguments:
 
 
 def _check_numbers(family: Family, config: Mapping[str, Any], target: ExportTarget) -> None:
-    """Raise BadInput for a value that is not a number where its family, or a rotary scaling, has one.
+    """Raise BadInput for a configuration value that is not a number where its family or rotary scaling needs one.
 
     A plan holds any configuration that stands in its file.
     """
@@ -329,18 +329,18 @@ def _check_numbers(family: Family, config: Mapping[str, Any], target: ExportTarg
 
 
 def _biases(model: Model, target: ExportTarget) -> Arguments:
-    """Return whether all matrices have biases, none, or queries, keys and values alone."""
+    """Return the options for biases: of all matrices, of none, or only of queries, keys and values."""
     parameters = model.types[model.layers[0]].parameters
     matrices = {p.name.removesuffix(".weight") for p in parameters if p.name.endswith(".weight") and len(p.shape) > 1}
     biased = matrices & {p.name.removesuffix(".bias") for p in parameters}
     inputs = {name for name in matrices if name.endswith(("q_proj", "k_proj", "v_proj"))}
-    remedy = "set attention_bias and mlp_bias alike"
+    remedy = "set attention_bias and mlp_bias to the same value"
     target.demand(biased in (set(), inputs, matrices), "biases of some matrices of a layer", remedy)
     return {"--disable-bias-linear": biased != matrices, "--add-qkv-bias": bool(biased) and biased == inputs}
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rotary parameters: newer files gather them under one key, older ones have the base beside the scaling."""
+    """Return rotary parameters; newer files have them under one key, older ones have the base as a separate key."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     parameters = dict(scaling) if isinstance(scaling, Mapping) else {}
     parameters.setdefault("rope_type", parameters.pop("type", "default"))
@@ -360,7 +360,7 @@ _SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED_1F1B)
 
 
 def megatron_arguments(plan: Plan, plan_file: object, tuned: bool = False) -> Exported:
-    """Return the arguments that a plan decides, one a line; data and the learning rate are those of the command.
+    """Return the arguments that a plan determines, one a line; data and learning rate are the user's.
 
     `tuned`: experts run as `Runtime.tuned` prices them.
     Raises BadInput naming the first thing that Megatron-LM cannot express.
@@ -395,21 +395,21 @@ def megatron_arguments(plan: Plan, plan_file: object, tuned: bool = False) -> Ex
 
 
 def _words(value: Value) -> Sequence[str]:
-    """Return the words behind an option: none, one, or as many as it has values."""
+    """Return the words after an option: none, one, or one for each of its values."""
     if isinstance(value, tuple):
         return value
     return () if value is True else (str(value),)
 
 
 def _context(uniform: UniformStrategy) -> Arguments:
-    """Return in how many parts positions are shared out, and how they attend to those of other ranks."""
+    """Return the options for context parallelism."""
     if not uniform.shares_context:
         return {}
     return {"--context-parallel-size": uniform.layer.cp_size, "--cp-comm-type": COMM_TYPES[uniform.layer.context]}
 
 
 def _partition(plan: Plan, uniform: UniformStrategy, target: ExportTarget) -> Arguments:
-    """Return how layers are cut; the layout string where neither equal ranges nor another first and last one do.
+    """Return the options for cuts: a layout string, unless ranges are equal except for the first and last one.
 
     Layers that predict further tokens are in the last range unless a layout has them elsewhere.
     """
@@ -461,7 +461,7 @@ def _data_parallel(plan: Plan, uniform: UniformStrategy, target: ExportTarget) -
 
 
 def _hidden(plan: Plan, uniform: UniformStrategy, options: Arguments) -> Arguments:
-    """Return the options that hide messages as the runtime's price assumes it (`Runtime`), and those of its loss."""
+    """Return the options for overlap that the runtime's price assumes (`Runtime`), and for the loss."""
     runtime = RUNTIMES[RuntimeName.MEGATRON_CORE]
     beside = runtime.overlap is not None and uniform.replicas > 1
     pieces = runtime.message_pieces > 1 and goes_in_pieces(plan.model, uniform.layer)
@@ -490,7 +490,7 @@ def _notes(plan: Plan, uniform: UniformStrategy, options: Arguments) -> Iterator
     if plan.num_microbatches == 1 and "--use-distributed-optimizer" in options and not fsdp:
         yield "its distributed optimizer holds whole gradients with one microbatch too, 4 bytes a parameter"
     if uniform.shares_context:
-        yield "context parallelism is Transformer Engine's: keep --transformer-impl transformer_engine, its default"
+        yield "context parallelism needs Transformer Engine: keep --transformer-impl transformer_engine, the default"
     yield from model_notes(plan.model)
     yield from kernel_notes(plan)
 
@@ -504,7 +504,7 @@ def _environment(uniform: UniformStrategy, options: Arguments) -> tuple[str, ...
 
 
 def _recompute(plan: Plan, ranges: Sequence[tuple[int, int]], target: ExportTarget) -> Arguments:
-    """Return every layer, or as many first layers of each range: Megatron's methods `uniform` and `block`.
+    """Return the options for recomputation: of all layers, or of the first layers of each range.
 
     The feed-forward parts are recomputed in every layer or none, and in no layer beside whole ones.
     """
@@ -512,7 +512,7 @@ def _recompute(plan: Plan, ranges: Sequence[tuple[int, int]], target: ExportTarg
     if any(parts):
         i = parts.index(False) if not all(parts) else 0
         feature = f"layers[{i}]: recompute {plan.layers[i].recompute}, where others have mlp"
-        target.demand(all(parts), feature, "recompute all layers alike")
+        target.demand(all(parts), feature, "recompute all layers in the same way")
         kinds = {plan.model.types[layer.type].experts is UNSET for layer in plan.layers}
         modules = tuple("mlp" if dense else "moe" for dense in sorted(kinds, reverse=True))
         return {"--recompute-granularity": "selective", "--recompute-modules": modules}
@@ -524,7 +524,7 @@ def _recompute(plan: Plan, ranges: Sequence[tuple[int, int]], target: ExportTarg
     for i, first in ((i, low) for low, high in ranges for i in range(low, high) if method == "block"):
         layer = f"layers[{i}]: recompute {plan.layers[i].recompute}"
         where = f"where another pipeline stage recomputes its first {most} layers"
-        remedy = "recompute as many first layers of every pipeline stage"
+        remedy = "recompute the same number of first layers in every pipeline stage"
         target.demand(recomputed[i] == (i - first < most), f"{layer}, {where}", remedy)
     return {"--recompute-granularity": "full", "--recompute-method": method, "--recompute-num-layers": count}
 
@@ -551,12 +551,12 @@ def _precision(plan: Plan, target: ExportTarget) -> Arguments:
 
 
 def _fp8_recipe(plan: Plan) -> str:
-    """Return how FP8 is scaled: as recipes of Megatron Bridge's `training/mixed_precision.py` have it."""
+    """Return the recipe of FP8 scaling, as in Megatron Bridge's `training/mixed_precision.py`."""
     return "mxfp8" if in_mxfp8(plan) else "tensorwise"
 
 
 def megatron_limits(model: Model, precision: Precision) -> tuple[Limits, ...]:
-    """Return its two ways: its own optimizers over pipelines, and Megatron-FSDP, documented without one."""
+    """Return Megatron-LM's two ways: its own optimizers with pipelines, and Megatron-FSDP without."""
     whole = () if has_experts(model) else (SequenceParallel.NONE,)
     parallel = *whole, SequenceParallel.MEGATRON
     contexts = contexts_of(model, drops=True)

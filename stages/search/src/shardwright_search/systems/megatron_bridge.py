@@ -112,7 +112,7 @@ if __name__ == "__main__":
 
 
 def bridge_recipe(plan: Plan, plan_file: object, tuned: bool = False) -> Exported:
-    """Return the recipe; BadInput names the first thing that Megatron's core or the bridge cannot express.
+    """Return the recipe; BadInput names the first feature that Megatron's core or the bridge cannot express.
 
     `tuned`: experts run as `Runtime.tuned` prices them.
     """
@@ -162,7 +162,7 @@ def _value(name: str, words: Sequence[str]) -> object:
 
 
 def read_recipe(text: str, file: str, setting: Setting) -> Reading:
-    """Return the plan of a recipe as `bridge_recipe` writes it: of its lines `cfg.SECTION.FIELD = VALUE`.
+    """Return the plan of a recipe as written by `bridge_recipe`, from its lines `cfg.SECTION.FIELD = VALUE`.
 
     Raises BadInput naming `file` for what is wrong, and for what no plan has.
     """
@@ -193,7 +193,7 @@ def read_recipe(text: str, file: str, setting: Setting) -> Reading:
 
 
 def _word(file: str, field: str, value: object) -> str:
-    """Return a value of a recipe as a word of an argument; BadInput where it is no text and no number of any use."""
+    """Return a recipe's value as an argument's word; BadInput if it is neither a text nor a reasonable number."""
     if isinstance(value, str) or (isinstance(value, int) and abs(value) < _BEYOND):
         return str(value)
     raise BadInput(file, f"cfg.{field} is neither a text nor a number of under {_BEYOND}", "correct it")

@@ -23,7 +23,7 @@ _SHOWN = 60
 
 
 class Layout(NamedTuple):
-    """The layers of each range."""
+    """The number of layers of each range."""
 
     sizes: list[int]
     """Decoder layers of each range, in the order in which a microbatch goes through them."""
@@ -33,7 +33,7 @@ class Layout(NamedTuple):
 
 
 def read_layout(file: str, layout: str) -> Layout:
-    """Return the layers of each range; BadInput for what Megatron-LM refuses."""
+    """Return the layers of each range; raise BadInput for layouts that Megatron-LM refuses."""
     expanded = layout.replace(",", "")
     for pattern in (_GROUP, _SIGN):
         expanded = _expanded(file, expanded, pattern)
@@ -47,12 +47,12 @@ def read_layout(file: str, layout: str) -> Layout:
 
 
 def layout_of_lists(rows: Sequence[Sequence[object]]) -> str:
-    """Return the string of a layout that is written as a list of names for each range; other names are kept."""
+    """Return the layout string for lists of names, one for each range; unknown names are unchanged."""
     return "|".join("".join(_SIGNS.get(str(name).strip().lower(), str(name)) for name in row) for row in rows)
 
 
 def written_layout(sizes: Sequence[int], mtp_range: int = 0, mtp_layers: int = 0) -> str:
-    """Return the layout of ranges of so many layers, of which one also has those that predict further tokens."""
+    """Return the layout of ranges of these sizes, of which one also has the MTP layers."""
     ranges = [f"t*{size}" if size else "" for size in sizes]
     ranges[mtp_range] += "m" * mtp_layers
     return f"E{'|'.join(ranges)}L"

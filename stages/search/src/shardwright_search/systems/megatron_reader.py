@@ -116,7 +116,7 @@ def check_arguments(file: str, given: Mapping[str, Sequence[str]], setting: Sett
 
 
 def check_fields(file: str, given: Mapping[str, object], read: Collection[str], setting: Setting) -> None:
-    """Raise BadInput naming the first field of a recipe that a plan cannot express; `read` are those of a plan."""
+    """Raise BadInput naming the first field of a recipe that a plan cannot express; `read`: fields that it can."""
     known = _settings((), setting)
     for field, value in given.items():
         section, _, name = field.rpartition(".")
@@ -130,13 +130,13 @@ def check_fields(file: str, given: Mapping[str, object], read: Collection[str], 
 
 
 def _settings(read: Collection[str], setting: Setting) -> Settings:
-    """Return what is known of settings that stand beside those of model, data and logging."""
+    """Return the known settings other than those of model, data and logging."""
     asked = _IN_FP8 if _is_in_fp8(setting) else set[str]()
     return Settings(read=read, harmless=_HIDING | _TUNED | _ELSEWHERE | asked, values=_VALUES, strict=False)
 
 
 def _is_in_fp8(setting: Setting) -> bool:
-    """Return whether the question asks for products in fp8."""
+    """Return whether the question requests products in FP8."""
     return setting.precision.compute == "fp8"
 
 
@@ -175,7 +175,7 @@ def read_arguments(text: str, file: str, setting: Setting) -> Reading:
 
 
 def read_megatron(text: str, file: str, setting: Setting) -> Reading:
-    """Return the plan of arguments; BadInput naming `file` for what is wrong, and for what no plan has."""
+    """Return the plan of arguments; BadInput naming `file` for errors, and for features that no plan has."""
     given = words_of(text, file)
     for name in _NOT_PRICED:
         if given.get(name, ["1"]) != ["1"]:
@@ -198,7 +198,7 @@ def read_megatron(text: str, file: str, setting: Setting) -> Reading:
     etp_size = _count(file, given, "expert_tensor_parallel_size", str(uniform.layer.tp_size))
     uniform = with_experts(file, setting.model, uniform, ep_size, etp_size)
     if uniform.layer.experts is not UNSET and uniform.layer.shard_size:
-        problem = "num_distributed_optimizer_instances beside experts that are split over ranks is not priced"
+        problem = "num_distributed_optimizer_instances with expert parallelism is not priced"
         raise BadInput(file, problem, "leave it at 1")
     kind, notes = _recompute(file, given, setting)
     plan = setting.plan(uniform.having(file, recompute=kind), file)
@@ -210,11 +210,11 @@ def read_megatron(text: str, file: str, setting: Setting) -> Reading:
 
 
 def words_of(text: str, file: str) -> Words:
-    """Return arguments by name; of one that stands twice the last counts, as argparse has it."""
+    """Return arguments by name; of repeated ones the last, as in argparse."""
     try:
         words = shlex.split(text, comments=True)
     except ValueError as error:
-        raise BadInput(file, f"are no arguments ({error})", "correct them") from None
+        raise BadInput(file, f"are not valid arguments ({error})", "correct them") from None
     given: dict[str, list[str]] = {}
     values: list[str] = []
     for word in words:
@@ -234,7 +234,7 @@ def _count(file: str, given: Words, name: str, default: str = "1") -> int:
 
 
 def _context(file: str, given: Words) -> tuple[int, ContextParallel]:
-    """Return how many parts positions are split in, and the way of attention: by default a ring, as in Megatron-LM."""
+    """Return the context-parallel degree and kind; by default a ring, as in Megatron-LM."""
     cp_size = _count(file, given, "context_parallel_size")
     if cp_size == 1:  # then the other has no effect
         return 1, ContextParallel.GATHER
@@ -247,7 +247,7 @@ def _context(file: str, given: Words) -> tuple[int, ContextParallel]:
 
 
 def _with_ranges(file: str, given: Words, names: tuple[str, ...], uniform: UniformStrategy) -> UniformStrategy:
-    """Return the choice with the layers of each stage and chunk, where these are given.
+    """Return the choice with the layers of each stage and chunk, if these are given.
 
     Layers that predict further tokens are in the last range unless a layout has them elsewhere.
     """
@@ -280,27 +280,27 @@ _ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pip
 
 
 def _mtp_notes(file: str, given: Words, priced: int) -> list[str]:
-    """Return how layers that predict further tokens differ from those priced; BadInput if the layout has others."""
+    """Return notes on MTP layers that differ from the priced ones; BadInput if the layout contradicts the option."""
     drawn = str(read_layout(file, "".join(given[_LAYOUT])).mtp_layers) if _LAYOUT in given else None
     asked = " ".join(given.get("mtp_num_layers", (drawn or "0",)))
     if drawn is not None and asked != drawn:
-        raise BadInput(file, f"mtp_num_layers {asked!r} and {drawn} layers m in the layout", "give as many")
+        raise BadInput(file, f"mtp_num_layers {asked!r} and {drawn} layers m in the layout", "make them equal")
     layers = 0 if asked == "0" else _count(file, given, "mtp_num_layers", asked)
-    return [] if layers == priced else [f"its mtp_num_layers is {layers}: it is priced with {priced}, as asked (--mtp)"]
+    return [] if layers == priced else [f"its mtp_num_layers is {layers}: it is priced with {priced}, by --mtp"]
 
 
 def _layers_of_ends(file: str, given: Words) -> tuple[int, int]:
-    """Return how many layers the embedding and the loss count as: one each where asked for, else none."""
+    """Return how many layers the embedding and the loss count as: one each if the option is set, else none."""
     accounts = [name for name in _ACCOUNTS if name in given]
     if accounts and any(name in given for name in _OF_ENDS):
-        problem = f"{accounts[0]} beside a number of layers of the first or last stage"
+        problem = f"{accounts[0]} together with a number of layers of the first or last stage"
         raise BadInput(file, problem, "give one of them, as Megatron-LM demands")
     embedding, loss = (int(name in accounts) for name in _ACCOUNTS)
     return embedding, loss
 
 
 def _chunks(file: str, given: Words, counted: int, pp_size: int) -> int:
-    """Return the chunks of a stage, of so many layers with those that embedding and loss count as."""
+    """Return the number of chunks of a stage; `counted`: layers including what embedding and loss count as."""
     name = "num_layers_per_virtual_pipeline_stage"
     if name not in given:
         return _count(file, given, "num_virtual_stages_per_pipeline_rank")
@@ -327,7 +327,7 @@ def _sizes_with_ends(file: str, layers: int, ranges: int, ends: tuple[int, int])
 
 
 def _sizes_of_ends(file: str, given: Words, layers: int, pp_size: int, chunks: int) -> list[int]:
-    """Return the layers of each range where the first stage, the last or both have a different number.
+    """Return the layers of each range if the first or the last stage has a different number.
 
     Several chunks divide those of each stage evenly.
     """
@@ -344,7 +344,7 @@ def _sizes_of_ends(file: str, given: Words, layers: int, pp_size: int, chunks: i
 
 
 def _with_states(file: str, given: Words, uniform: UniformStrategy) -> UniformStrategy:
-    """Return the choice with who shares the states out: DDP, the distributed optimizer, or Megatron-FSDP."""
+    """Return the choice with its sharding of states: DDP, the distributed optimizer, or Megatron-FSDP."""
     kind, reduction = DataParallel.DDP, GradientReduction.DEFERRED
     if "use_distributed_optimizer" in given:
         kind = DataParallel.ZERO2
@@ -363,7 +363,7 @@ def _with_states(file: str, given: Words, uniform: UniformStrategy) -> UniformSt
 
 
 def _recompute(file: str, given: Words, setting: Setting) -> tuple[Recompute, list[str]]:
-    """Return the kind of all layers, but for those that the method `block` leaves out, and what of it is not priced."""
+    """Return the kind of recomputation, and notes on parts of it that are not priced."""
     default = "selective" if "recompute_activations" in given else "none"
     granularity = " ".join(given.get("recompute_granularity", (default,)))
     if granularity == "full":
@@ -382,7 +382,7 @@ def _recompute(file: str, given: Words, setting: Setting) -> tuple[Recompute, li
     if unknown := sorted(modules - {"core_attn", "mlp", "layernorm"}):
         raise BadInput(file, f"recompute_modules {unknown[0]} is not priced", "choose core_attn, mlp, layernorm")
     if "core_attn" in modules and setting.attention is Attention.EAGER:
-        raise BadInput(file, "recompute_modules core_attn beside eager attention is not priced", "take flash attention")
+        raise BadInput(file, "recompute_modules core_attn with eager attention is not priced", "take flash attention")
     notes = [note for name, note in (("core_attn", _CORE_ATTENTION), ("layernorm", _LAYER_NORM)) if name in modules]
     return Recompute.MLP if "mlp" in modules else Recompute.NONE, notes
 

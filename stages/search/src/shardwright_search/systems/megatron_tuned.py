@@ -1,4 +1,4 @@
-"""Arguments of Megatron-LM by which experts run as `Runtime.tuned` prices them, and those of its recipes beside them.
+"""Arguments of Megatron-LM for expert exchanges as `Runtime.tuned` prices them, as in Megatron-Bridge's recipes.
 
 Names and values are those of Megatron-Bridge 0.6.2 (`perf_recipes/qwen/common.py`, and the environment of its recipes),
 and of megatron-core 0.19 (`TransformerConfig`). Products in MXFP8 are one operator inside a graph of the whole step,
@@ -29,7 +29,7 @@ _MXFP8: Mapping[str, str | bool] = {
 
 
 def tuned_options(plan: Plan, uniform: UniformStrategy) -> Mapping[str, str | bool | tuple[str, ...]]:
-    """Return the arguments of a plan's experts; none if the plan does not split them over ranks, or has none."""
+    """Return the arguments for a plan's experts; none without expert parallelism."""
     experts = uniform.layer.experts
     if experts is UNSET or experts.ep_size == 1:
         return {}
@@ -51,7 +51,7 @@ def tuned_options(plan: Plan, uniform: UniformStrategy) -> Mapping[str, str | bo
 
 
 def tuned_environment(plan: Plan, options: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the lines that set the variables of the recipes: of HybridEP's NVLink domains, and of the fused operator.
+    """Return lines that set the recipes' environment variables: for HybridEP's NVLink domains, and fused operators.
 
     With expert exchanges beside computation, several connections of the device are wanted (`validate_args`).
     """

@@ -1,4 +1,4 @@
-"""What starts a plan in this project's own runtime, on nodes that are found as those of other systems are."""
+"""The files that start a plan in this project's own runtime."""
 
 from shardwright.io import document_text
 from shardwright.types import Plan
@@ -15,7 +15,7 @@ _NOTE = "node.sh takes --data, --steps, --checkpoints and --out of `shardwright 
 
 
 def own_launch(plan: Plan, plan_file: object, spot: bool = False) -> Launch:
-    """Return the files that start a plan in `shardwright train run`; `spot`: on nodes that may be taken away.
+    """Return the files that start a plan by `shardwright train run`; `spot`: on spot nodes.
 
     Raises BadInput as `launch_of` does.
     """

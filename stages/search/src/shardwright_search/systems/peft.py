@@ -1,4 +1,4 @@
-"""Low-rank matrices of a plan's model as peft makes them beside a stock model of transformers, and its loading.
+"""Python code that adds a plan's low-rank matrices to a stock model of transformers by peft.
 
 Frozen matrices in 8 or 4 bits are those of bitsandbytes 0.49, of which ranks shard 4 bits alone: these lie in
 tensors of the compute format (`bnb_4bit_quant_storage`; peft's pages on FSDP and on DeepSpeed).
@@ -37,14 +37,14 @@ _QUANTIZED = {
 
 
 def imported_for(plan: Plan) -> str:
-    """Return the lines of Python that import what `adapter_text` names, but for torch."""
+    """Return the Python imports for `adapter_text`, except torch."""
     if plan.model.low_rank is UNSET:
         return ""
     return IMPORTED + ("" if plan.precision.base is UNSET else "from transformers import BitsAndBytesConfig\n")
 
 
 def loading_text(precision: Precision) -> str:
-    """Return lines of Python that say how a stock model is loaded; none where it is in float32 without further ado."""
+    """Return Python lines with the arguments for loading the stock model; empty for plain float32."""
     given = [] if precision.parameters == "float32" else [f'"dtype": torch.{precision.parameters}']
     if precision.base is not UNSET:
         given.append(f'"quantization_config": {_QUANTIZED[precision.base].format(compute=precision.compute)}')
@@ -52,12 +52,12 @@ def loading_text(precision: Precision) -> str:
 
 
 def loading_notes(precision: Precision) -> tuple[str, ...]:
-    """Return what a script does with these lines."""
+    """Return a note on how to use these lines."""
     return ("your script loads the model by from_pretrained(..., **LOADED)",) if loading_text(precision) else ()
 
 
 def adapter_text(plan: Plan) -> str:
-    """Return lines of Python that put the low-rank matrices beside a stock model; none where all of it is trained.
+    """Return Python lines that add the low-rank matrices to a stock model; empty if all of it is trained.
 
     peft makes them in float32 beside 16 bits unless it is told not to.
     """
@@ -73,7 +73,7 @@ def adapter_text(plan: Plan) -> str:
 
 
 def _shortest(model: Model, names: list[str]) -> list[str]:
-    """Return the ends of names that say the same in every layer, where no other module has these; else the names."""
+    """Return the last parts of names if they name the same modules in every layer and no others; else the names."""
     ends = {name.rpartition(".")[2] for name in names}
     others = {name for name in matched_names(model) if name.rpartition(".")[2] in ends} - set(names)
     return names if others else sorted(ends)

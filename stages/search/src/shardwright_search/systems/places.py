@@ -1,4 +1,4 @@
-"""Files that start a plan's nodes on rented ones and on Kubernetes: a SkyPilot task, a TrainJob of Kubeflow, a JobSet.
+"""Files that start a plan on SkyPilot (a task), Kubeflow (a TrainJob) and Kubernetes (a JobSet).
 
 Fields are those of SkyPilot's `sky/utils/schemas.py` (0.10 to 0.12), of Kubeflow Trainer's `v1alpha1/trainjob_types.go`
 (2.0 to 2.2) and of JobSet's `v1alpha2/jobset_types.go` (0.8 to 0.10). The scripts of the folder travel in the arguments
@@ -35,21 +35,21 @@ class NodesOfAType(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """Files that start a node, and variables that the user has to set, with what they mean."""
+    """Files that start a node, and variables that the user has to set, with their meanings."""
 
     files: Mapping[str, str]
     variables: Mapping[str, str]
 
 
 class Places(NamedTuple):
-    """Files by name, and why others are not there, a line each."""
+    """Files by name, and for each file that is left out the reason, one line each."""
 
     files: dict[str, str]
     notes: tuple[str, ...]
 
 
 def places_of(plan: Plan, groups: Sequence[NodesOfAType], carried: Carried, spot: bool = False) -> Places:
-    """Return the files of all three that can start these nodes."""
+    """Return the files for SkyPilot, Kubeflow and Kubernetes, as far as these can start the nodes."""
     written, notes = dict[str, str](), list[str]()
     if any(len(_escaped(text)) > _MOST_CHARACTERS for text in carried.files.values()):
         notes.append("no jobset.yaml and trainjob.yaml: a file of the folder is too long for an argument of a pod")
@@ -69,13 +69,13 @@ def places_of(plan: Plan, groups: Sequence[NodesOfAType], carried: Carried, spot
 
 
 def label_of(name: str) -> str:
-    """Return a name as Kubernetes and SkyPilot take it: a DNS label (RFC 1035)."""
+    """Return a name in the form of a DNS label (RFC 1035), as Kubernetes and SkyPilot require."""
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:_LABEL].rstrip("-")
     return label if label[:1].isalpha() else f"plan-{label}".rstrip("-")
 
 
 def _accelerator(plan: Plan, group: NodesOfAType) -> str | None:
-    """Return what SkyPilot calls the devices of a node; None: that is not known."""
+    """Return SkyPilot's name of a node's devices; None if it is not known."""
     device = shipped_devices().get(plan.cluster.node_types[group.node_type].device)
     return None if device is None else device.skypilot
 
@@ -145,7 +145,7 @@ def _job_set(plan: Plan, groups: Sequence[NodesOfAType], carried: Carried) -> st
 
 
 def _job(plan: Plan, group: NodesOfAType, carried: Carried, name: str) -> Yaml:
-    """Return the template of an indexed job, a pod of it for each node; the first pod of all is where ranks meet."""
+    """Return the template of an indexed job with one pod for each node; ranks meet at the first pod."""
     place = {"FIRST_NODE": str(group.first), "MASTER_ADDR": f"{name}-nodes-0-0-0.{name}"}
     container: dict[str, Yaml] = {
         "name": "node",
@@ -173,7 +173,7 @@ def _job(plan: Plan, group: NodesOfAType, carried: Carried, name: str) -> Yaml:
 
 
 def _selected(plan: Plan, group: NodesOfAType) -> dict[str, Yaml]:
-    """Return the selector of nodes with the devices of the plan, for those of NVIDIA."""
+    """Return a selector of nodes with the plan's devices, for NVIDIA's."""
     if _is_amd(plan, group):
         return {}
     device = re.sub(r"[^A-Za-z0-9_.-]+", "-", plan.cluster.node_types[group.node_type].device)[:63].strip("-_.")
@@ -198,7 +198,7 @@ def _command(carried: Carried) -> dict[str, Yaml]:
 
 
 def _escaped(text: str) -> str:
-    """Return a text that Kubernetes reads as it was, without variables."""
+    """Return a text with Kubernetes' variables escaped."""
     return text.replace("$", "$$")
 
 

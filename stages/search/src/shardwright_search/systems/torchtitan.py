@@ -66,12 +66,12 @@ from shardwright_search.systems.torchtitan_module import MODULE, STARTS, module_
 
 
 def registered(model: Model) -> Torchtitan | None:
-    """Return what torchtitan has of a model's family; None: it has no such blocks."""
+    """Return torchtitan's model for a model's family; None: it has no such blocks."""
     return FAMILIES[model.family].systems.torchtitan if model.family in FAMILIES else None
 
 
 def flavor_of(model: Model) -> str | None:
-    """Return the name of the registered sizes that are a model's; None: it has no such model."""
+    """Return the name of torchtitan's registered sizes that match a model; None: it has none."""
     if (blocks := registered(model)) is None:
         return None
     family = FAMILIES[model.family]
@@ -83,7 +83,7 @@ def flavor_of(model: Model) -> str | None:
 
 
 def layer_types(model: Model) -> tuple[str, ...]:
-    """Return the types of layer that a model may have beside one another: those of a family that torchtitan has."""
+    """Return the layer types that a model for torchtitan may contain together: those of a family that it has."""
     return () if registered(model) is None else tuple(n for stack in FAMILIES[model.family].stacks for n in stack.types)
 
 
@@ -154,7 +154,7 @@ _BY_OPERATOR = (
 
 
 def read_torchtitan(text: str, file: str, setting: Setting) -> Reading:
-    """Return the plan of a configuration, with its defaults for what it leaves out.
+    """Return the plan of a configuration, with torchtitan's defaults for missing keys.
 
     Raises BadInput naming `file` for what is wrong, and for what no plan has.
     """
@@ -230,7 +230,7 @@ def _number(file: str, keys: Mapping[str, Any], name: str) -> int:
 
 
 def _context(file: str, parallel: Mapping[str, Any]) -> ContextParallel:
-    """Return how positions attend to those of other ranks; it has no effect where none are split."""
+    """Return the kind of context parallelism, which has no effect at degree 1."""
     if _number(file, parallel, "context_parallel_degree") == 1:
         return ContextParallel.GATHER
     method = parallel.get("context_parallel_rotate_method", "allgather")
@@ -242,14 +242,14 @@ def _context(file: str, parallel: Mapping[str, Any]) -> ContextParallel:
 
 
 def borrows(experts: ExpertStrategy, tp_size: int, cp_size: int) -> bool:
-    """Return whether experts take ranks as its `ParallelDims` has it: of FSDP, cp first, and all of tp or none."""
+    """Return whether experts use ranks as in torchtitan's `ParallelDims`: of FSDP, cp first, and all of tp or none."""
     fits = experts.etp_size in (1, tp_size)
     borrowed = cp_size * (tp_size if experts.etp_size == 1 else 1)
     return fits and experts.ep_size > 1 and experts.ep_size % borrowed == 0
 
 
 def _with_states(file: str, parallel: Mapping[str, Any], uniform: UniformStrategy) -> UniformStrategy:
-    """Return the choice with who shares the states out; by default all, who reshard but in a pipeline."""
+    """Return the choice with its sharding of states; by default over all ranks, resharded except in a pipeline."""
     replicas = _number(file, parallel, "data_parallel_replicate_degree")
     whole = parallel.get("data_parallel_shard_degree", -1) == -1
     shards = uniform.layer.dp_size // replicas if whole else _number(file, parallel, "data_parallel_shard_degree")
@@ -284,12 +284,12 @@ def _with_experts(
         problem = f"expert_parallel_degree {ep_size} beside context_parallel_degree {cp_size}"
         raise BadInput(file, problem, "choose a multiple of it, and of tensor_parallel_degree where etp is 1")
     if uniform.shard_groups > 1:
-        raise BadInput(file, "data_parallel_replicate_degree beside expert_parallel_degree", "leave it at 1")
+        raise BadInput(file, "data_parallel_replicate_degree with expert_parallel_degree", "leave it at 1")
     return with_experts(file, setting.model, uniform, ep_size, etp_size)
 
 
 def _with_ranges(file: str, parallel: Mapping[str, Any], uniform: UniformStrategy) -> UniformStrategy:
-    """Return the choice with the layers of each stage and chunk, where `module_fqns_per_model_part` lists them."""
+    """Return the choice with the layers of each stage and chunk, if `module_fqns_per_model_part` lists them."""
     parts = parallel.get("module_fqns_per_model_part")
     if parts is None:
         return uniform
@@ -306,17 +306,17 @@ def _with_ranges(file: str, parallel: Mapping[str, Any], uniform: UniformStrateg
         low += count
     if len(ranges) % uniform.pp_size:
         problem = f"module_fqns_per_model_part has {len(ranges)} parts for {uniform.pp_size} pipeline stages"
-        raise BadInput(file, problem, "list as many for each")
+        raise BadInput(file, problem, "list the same number for each")
     return uniform._replace(chunks=len(ranges) // uniform.pp_size, ranges=tuple(ranges))
 
 
 def _list(part: object) -> list[object]:
-    """Return a list as it is; of another value a list that is none of names."""
+    """Return a list unchanged; for another value, a list that contains no names."""
     return part if isinstance(part, list) else [None]
 
 
 def _recomputed(file: str, keys: Mapping[str, Any], setting: Setting, uniform: UniformStrategy) -> Reading:
-    """Return the plan with what is recomputed: all, none, every n-th layer of a rank, or some results of a layer."""
+    """Return the plan with its recomputation: all, none, every n-th layer of a rank, or some results of a layer."""
     mode, option = keys.get("mode", "selective"), str(keys.get("selective_ac_option", "2"))
     if mode not in _MODES:
         raise BadInput(file, f"activation_checkpoint.mode {mode!r}", f"choose {', '.join(_MODES)}")
@@ -331,7 +331,7 @@ def _recomputed(file: str, keys: Mapping[str, Any], setting: Setting, uniform: U
 
 
 def _scheduled(file: str, parallel: Mapping[str, Any], plan: Plan) -> Plan:
-    """Return the plan with the schedule that is named; it has no effect without a pipeline."""
+    """Return the plan with the named schedule, which has no effect without a pipeline."""
     if len(plan.stages) == 1:
         return plan
     name = parallel.get("pipeline_parallel_schedule", "1F1B")
@@ -368,7 +368,7 @@ _FILLED = ("1F1B",)
 
 
 def torchtitan_toml(plan: Plan, plan_file: object) -> Exported:
-    """Return the sections that a plan decides; data and learning rate are the user's.
+    """Return the configuration sections that a plan determines; data and learning rate are the user's.
 
     Raises BadInput naming the first thing that torchtitan cannot express.
     """
@@ -400,7 +400,7 @@ def torchtitan_toml(plan: Plan, plan_file: object) -> Exported:
 
 
 def _model(plan: Plan) -> Mapping[str, Mapping[str, Toml]]:
-    """Return the section of the model, its registered sizes, as far as torchtitan has them, and products in FP8."""
+    """Return the section for the model: its registered sizes, if torchtitan has them, and products in FP8."""
     blocks, flavor = registered(plan.model), flavor_of(plan.model)
     keys: dict[str, Toml] = {} if blocks is None else {"name": blocks.name}
     keys |= {} if flavor is None else {"flavor": flavor}
@@ -410,7 +410,7 @@ def _model(plan: Plan) -> Mapping[str, Mapping[str, Toml]]:
 
 
 def _scaling(plan: Plan) -> Mapping[str, Mapping[str, Toml]]:
-    """Return how FP8 is scaled, of blocks alone; what multiplies in MXFP8 leaves the head out by itself."""
+    """Return the section for FP8 scaling, of blocks only; with MXFP8 torchtitan leaves out the head itself."""
     if plan.precision.compute != FP8 or in_mxfp8(plan):
         return {}
     return {"quantize.linear.float8": {"recipe_name": "rowwise", "filter_fqns": ["output"]}}
@@ -427,7 +427,7 @@ def _model_notes(plan: Plan) -> Iterator[str]:
 
 
 def _check_model(model: Model, uniform: UniformStrategy, target: ExportTarget) -> None:
-    """Raise BadInput for what torchtitan has not for the model's blocks, or not for its sequence length."""
+    """Raise BadInput for features that torchtitan lacks for the model's blocks or its sequence length."""
     blocks, tp_size, cp_size = registered(model), uniform.layer.tp_size, uniform.layer.cp_size
     lacks = f"of its {blocks.name} model" if blocks is not None else ""
     holds = blocks is None or blocks.pipelines or uniform.pp_size == 1
@@ -466,7 +466,7 @@ def _check_parallelism(plan: Plan, uniform: UniformStrategy, target: ExportTarge
 
 
 def _check_experts(uniform: UniformStrategy, target: ExportTarget) -> None:
-    """Raise BadInput for expert grids that torchtitan does not have: they borrow FSDP's ranks, and all of tp or no."""
+    """Raise BadInput for expert parallelism that torchtitan lacks: it uses FSDP's ranks, and all of tp or none."""
     if (experts := uniform.layer.experts) is UNSET:
         return
     sizes = f"ep_size {experts.ep_size} x etp_size {experts.etp_size} beside tp_size {uniform.layer.tp_size}"
@@ -476,11 +476,11 @@ def _check_experts(uniform: UniformStrategy, target: ExportTarget) -> None:
     remedy += ", a multiple of cp_size either way" if uniform.shares_context else ""
     target.demand(holds, f"layers[0]: {beside}", remedy)
     replicated = uniform.replicas > 1 and uniform.layer.data_parallel is DataParallel.DDP
-    target.demand(not replicated, "layers[0]: experts split beside ddp", "choose zero2 or zero3")
+    target.demand(not replicated, "layers[0]: expert parallelism with ddp", "choose zero2 or zero3")
 
 
 def _has_experts_so(configuration: Configuration) -> bool:
-    """Return whether a configuration's experts, if they are shared out, are so as torchtitan does it."""
+    """Return whether a configuration's expert parallelism, if any, is one that torchtitan has."""
     layers = configuration.layers
     if layers is None or layers.experts is UNSET:
         return True
@@ -496,18 +496,18 @@ def _check_pipeline(plan: Plan, uniform: UniformStrategy, target: ExportTarget) 
     target.demand_schedule(plan, _SCHEDULES)
     feature = f"1f1b with {plan.num_microbatches} microbatches in {uniform.pp_size} pipeline stages"
     holds = _schedule(plan, uniform) not in _FILLED or plan.num_microbatches >= uniform.pp_size
-    target.demand(holds, feature, "choose as many microbatches or more")
+    target.demand(holds, feature, "choose at least as many microbatches")
     feature = "tied embedding and head in several pipeline stages"
     target.demand(not plan.model.tied, feature, "untie them or choose one stage")
 
 
 def _schedule(plan: Plan, uniform: UniformStrategy) -> str:
-    """Return torch's name of a schedule, which goes by the layer ranges of a stage."""
+    """Return torch's name of a schedule, which depends on the number of layer ranges of a stage."""
     return _SCHEDULES[plan.schedule] if uniform.chunks == 1 else "Interleaved1F1B"
 
 
 def _batch(plan: Plan, uniform: UniformStrategy) -> dict[str, Toml]:
-    """Return the batch: an accumulation step takes a microbatch; in a pipeline these are cut from the local batch."""
+    """Return the batch keys: a step accumulates micro-batches; in a pipeline they are cut from the local batch."""
     passes = plan.num_microbatches if uniform.pp_size > 1 else 1
     return {
         "local_batch_size": uniform.micro_batch_size * passes,
@@ -556,7 +556,7 @@ def _parts(uniform: UniformStrategy) -> list[list[str]]:
 
 
 def _recompute(plan: Plan, target: ExportTarget) -> dict[str, Toml]:
-    """Return all, none, or every n-th of the layers that a rank holds: it counts them as it wraps them."""
+    """Return the keys for recomputation: all, none, or every n-th of a rank's layers."""
     recomputed = [layer.recompute is Recompute.FULL for layer in plan.layers]
     if not any(recomputed) or all(recomputed):
         return {"mode": "full" if any(recomputed) else "none"}
@@ -577,7 +577,7 @@ def _section(name: str, keys: Mapping[str, Toml]) -> str:
 
 
 def _reads(configuration: Configuration, casts: bool) -> bool:
-    """Return whether its parallelism goes together: ddp is alone, and casts are those of FSDP's ranks."""
+    """Return whether a configuration's kinds of parallelism work together there: DDP works only alone."""
     layers = configuration.layers
     assert layers is not None
     alone = layers.tp_size == layers.cp_size == configuration.pp_size == 1

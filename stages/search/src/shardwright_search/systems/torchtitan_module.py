@@ -1,4 +1,4 @@
-"""torchtitan 0.3: a plan as a module of Python, which `--module` and `--config` name.
+"""torchtitan 0.3: a plan as a Python module, which `--module` and `--config` name.
 
 It reads no TOML; fields have the names of 0.2.2's keys (`config/configs.py`, `trainer.py`). Attention is flex or of
 variable lengths, which is FlashAttention-2; context parallelism gathers keys, beside flex attention.
@@ -56,7 +56,7 @@ def plan() -> Trainer.Config:
 def obstacle_of_module(
     plan: Plan, uniform: UniformStrategy, blocks: Torchtitan | None, sections: Mapping[str, Mapping[str, object]]
 ) -> str | None:
-    """Return what torchtitan 0.3 does not have of a plan that 0.2.2 runs; None: it runs it, too."""
+    """Return which part of a plan for 0.2.2 torchtitan 0.3 does not support; None: it supports it, too."""
     experts = uniform.layer.experts
     if blocks is None or not blocks.is_in_0_3:
         return f"{plan.model.family} model"

@@ -43,7 +43,7 @@ def _entry(lead: str, value: Yaml) -> Iterator[str]:
 
 
 def _items(values: Sequence[Yaml]) -> Iterator[str]:
-    """Yield the entries of a list; the first line of what is nested in one stands behind its dash."""
+    """Yield the entries of a list; a nested entry's first line follows its dash."""
     for value in values:
         if (isinstance(value, Mapping) and value) or _is_list(value):
             first, *rest = _lines(value) if isinstance(value, Mapping) else _items(value)

@@ -44,7 +44,7 @@ class Resumed(NamedTuple):
     record: Checkpoint
 
     def progress(self, sequence_length: int) -> Progress:
-        """The progress in samples of a length; samples of another length are converted by tokens, rounded up."""
+        """Return the progress in samples of a length; samples of another length are converted by tokens, rounded up."""
         progress, saved = self.record.progress, self.record.identity.sequence_length or sequence_length
         return msgspec.structs.replace(progress, samples=-(-progress.samples * saved // sequence_length))
 
@@ -76,7 +76,7 @@ def _appears(file: Path) -> bool:
 
 
 def checkpoint_to_resume(job: RunOptions, identity: Identity, run: Path, world: World) -> Resumed | None:
-    """The checkpoint to continue from: the run's newest, else the one that it branches from, else None.
+    """Return the checkpoint to continue from: the run's newest, else the one that it branches from, else None.
 
     Raises BadInput on all ranks if a run of this identity cannot continue from it.
     """
@@ -101,7 +101,7 @@ def checkpoint_to_resume(job: RunOptions, identity: Identity, run: Path, world: 
 
 
 def newest_whole(run: Path, world: World) -> Resumed | None:
-    """A run's newest undamaged checkpoint, or None if it has no checkpoint.
+    """Return a run's newest undamaged checkpoint, or None if it has no checkpoint.
 
     Newer damaged checkpoints are set aside, with a warning. Raises BadInput on all ranks if all are damaged; then
     none is changed.
@@ -122,7 +122,7 @@ def newest_whole(run: Path, world: World) -> Resumed | None:
 
 
 def _candidates(run: Path) -> tuple[str, ...]:
-    """The names of a run's checkpoints, newest first, after removing unfinished ones.
+    """Return the names of a run's checkpoints, newest first, after removing unfinished ones.
 
     Raises BadInput if only checkpoints that were set aside remain: such a run must not restart silently.
     """
@@ -140,7 +140,7 @@ def _set_all_aside(run: Path, damaged: Mapping[str, BadInput]) -> None:
 
 
 def read_whole(checkpoint: Path, world: World) -> Resumed:
-    """A checkpoint's record after all ranks agree on it and each of its files matches it.
+    """Return a checkpoint's record, once all ranks agree on it and each of its files matches it.
 
     Raises BadInput on all ranks, naming the file.
     """
@@ -203,7 +203,7 @@ def check_same_run(resumed: Resumed, asked: Identity) -> None:
 
 
 def check_branch(resumed: Resumed, asked: Identity, batch_may_change: bool, length_may_change: bool = False) -> None:
-    """Raise BadInput if a branch cannot begin from a checkpoint; it may have another plan and other settings."""
+    """Raise BadInput if a branch cannot start from a checkpoint; its plan and other settings may differ."""
     same = ("tensors_sha256" if length_may_change else "model_sha256", "data_sha256", "seed")
     _check(resumed, asked, same if batch_may_change else (*same, "global_batch_size"))
 
@@ -223,7 +223,7 @@ _OF_SCHEDULE = ("learning_rate", "learning_rate_schedule", "warmup_steps", "fina
 
 
 def changed_rate(record: Checkpoint, asked: Identity) -> str | None:
-    """How the requested schedule changes the learning rate of the next step; None: not at all.
+    """Return how the requested schedule changes the learning rate of the next step; None: it does not.
 
     Records of earlier versions do not have the steps of their schedule, and nothing is known of their rate.
     """

@@ -55,7 +55,7 @@ _Loss = Annotated[float, Meta(ge=-1e30, le=1e30)]
 
 
 def folder_of_run(checkpoints: Path, plan: Plan, parent: Path | None = None) -> Path:
-    """The checkpoint folder of a plan, or of its branch from a checkpoint; it is named by what the plan executes.
+    """Return the checkpoint folder of a plan, or of its branch from a checkpoint; its name is a hash of what is run.
 
     Plans that differ in names, prices or memory share a folder.
     """
@@ -77,7 +77,7 @@ def adopt_older(checkpoints: Path, plan: Plan, parent: Path | None = None) -> No
 
 
 def names_plan(run: Path, plan_sha256: str) -> bool:
-    """Whether a run's folder, or the one that it is a link to, is named for a plan."""
+    """Return whether a run's folder, or its link's target, is named for a plan."""
     return run.resolve().name.startswith(plan_sha256[:_DIGITS])
 
 
@@ -87,18 +87,18 @@ def _name_of_run(plan_sha256: str, parent: Path | None) -> str:
 
 
 def folder_of_step(run: Path, step: int) -> Path:
-    """The folder of a run's checkpoint at a step."""
+    """Return the folder of a run's checkpoint at a step."""
     return run / f"step-{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """The step in the name of a checkpoint's folder, or None if it has none."""
+    """Return the step in the name of a checkpoint's folder, or None if it has none."""
     named = _STEP.fullmatch(checkpoint.name)
     return None if named is None else int(named[1])
 
 
 def named_checkpoints(run: Path) -> tuple[Path, ...]:
-    """Every path named like a checkpoint of a run, newest first, whatever it contains."""
+    """Return every path named like a checkpoint of a run, newest first, whatever it contains."""
     return tuple(sorted((path for path in run.glob("step-*") if step_of(path) is not None), reverse=True))
 
 
@@ -126,12 +126,12 @@ def write_sign(run: Path) -> Path:
 
 
 def unfinished_folder(checkpoint: Path) -> Path:
-    """The folder in which a checkpoint is written until it is complete."""
+    """Return the folder in which a checkpoint is written until it is complete."""
     return checkpoint.with_suffix(_UNFINISHED)
 
 
 def make_empty(folder: Path) -> None:
-    """Make the folder of an unfinished checkpoint; what had its name and was not written by a save is set aside."""
+    """Make the folder of an unfinished checkpoint; anything of that name that no save wrote is renamed first."""
     _clear(folder)
     folder.mkdir(parents=True)
 
@@ -163,7 +163,7 @@ def prune(run: Path, keep_last: int, keep_every: int, kept: Collection[int] = ()
 
 
 def set_aside(checkpoint: Path) -> Path:
-    """Rename a damaged checkpoint, so that it is neither taken again nor in the way of the next one of its step."""
+    """Rename a damaged checkpoint, so that it is not read again and does not block the next one of its step."""
     names = (checkpoint.with_suffix(f"{_DAMAGED}{number or ''}") for number in chain((None,), count(2)))
     aside = next(name for name in names if not os.path.lexists(name))
     checkpoint.rename(aside)
@@ -171,7 +171,7 @@ def set_aside(checkpoint: Path) -> Path:
 
 
 def _clear(path: Path) -> None:
-    """Free a path: remove what a save has written there; set anything else aside and report it."""
+    """Free a path: remove what a save wrote; rename anything else and report it."""
     if not os.path.lexists(path):
         return
     if _is_saved(path):
@@ -181,7 +181,7 @@ def _clear(path: Path) -> None:
 
 
 def _is_saved(path: Path) -> bool:
-    """Whether a path is a folder that holds nothing but files of the names that a save writes."""
+    """Return whether a path is a folder with only files that a save may have written, by their names."""
     if path.is_symlink() or not path.is_dir():
         return False
     with os.scandir(path) as entries:
@@ -189,7 +189,7 @@ def _is_saved(path: Path) -> bool:
 
 
 class Settings(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The optimizer settings with which a run's steps so far were taken."""
+    """The optimizer settings of the run's steps so far."""
 
     learning_rate: float
     learning_rate_schedule: LearningRateSchedule
@@ -228,7 +228,7 @@ class Identity(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @classmethod
     def of_run(cls, job: RunOptions, plan: Plan, data_sha256: str, weights_sha256: str | None = None) -> "Identity":
-        """The identity of the requested run."""
+        """Return the identity of the requested run."""
         asked = msgspec.structs.asdict(job) | {"learning_rate_schedule": job.schedule}
         return cls(
             plan_sha256=plan.executed_sha256,
@@ -290,7 +290,7 @@ class Progress(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class SavedFile(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A file of tensors."""
+    """A file of tensors, with its size and hash."""
 
     name: _FileName
     """Name of the file in the checkpoint's folder."""
@@ -299,7 +299,7 @@ class SavedFile(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Beginning(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The origin of a run's own global batches: the start of training, or the checkpoint of a branch."""
+    """The start of a run's own global batches: the start of training, or the checkpoint of a branch."""
 
     step: NonNegativeCount = 0
     samples: Annotated[int, Meta(ge=0, le=2**62)] = 0
@@ -342,7 +342,7 @@ _OF_POSITIONS = frozenset(
 
 
 def identity_of_tensors(model: Model) -> str:
-    """The SHA-256 of what models share whose samples are of other lengths: family, configuration, parameters."""
+    """Return the hash of a model without its sequence length: family, configuration, parameters."""
     config = {key: value for key, value in model.config.items() if key not in _OF_POSITIONS}
     kinds = (model.types[name] for name in (EMBEDDING, *model.layers, HEAD))
     return sha256_of_value([model.family, config, [[[p.name, p.shape] for p in kind.parameters] for kind in kinds]])

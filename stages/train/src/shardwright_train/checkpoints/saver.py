@@ -104,7 +104,7 @@ class Saver:
         return target
 
     def _files(self, folder: Path) -> tuple[SavedFile, ...]:
-        """The records of all ranks' files, each read back from disk by the rank that wrote it."""
+        """Return the records of all ranks' files, each read back from disk by the rank that wrote it."""
         mine = self._channel.together(lambda: tuple(map(_synced, files_of_rank(folder, self.group.rank()))), folder)
         return tuple(chain.from_iterable(self._channel.all_say(mine, tuple[SavedFile, ...])))
 

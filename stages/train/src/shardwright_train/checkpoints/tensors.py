@@ -48,7 +48,7 @@ class TensorShard(NamedTuple):
 
 
 def parts_to_save(tensors: Mapping[str, Tensor]) -> tuple[TensorShard, ...]:
-    """The parts of its tensors that this rank saves: each element once over all ranks, balanced by bytes.
+    """Return the parts of its tensors that this rank saves: each element once over all ranks, balanced by bytes.
 
     No communication is needed: the ranks that hold replicas hold the same tensors in the same order, those of their
     pipeline stage. A tensor that is no DTensor belongs to this process alone.
@@ -118,7 +118,7 @@ class HostBuffer:
         return tuple(part._replace(local=place) for place, part in zip(self._places, parts, strict=True))
 
     def _copy_through_stages(self, tensors: Sequence[Tensor]) -> None:
-        """Copy tensors to their places piece by piece: the host empties a stage while the device fills the other."""
+        """Copy tensors through pinned memory, piece by piece: one stage is emptied while the other is filled."""
         step, on_its_way = len(self.stages[0]), deque[tuple[Tensor, Tensor, Any]]()
         source = next((x.device for x in tensors if on_accelerator(x.device)), tensors[0].device)
         events = torch.get_device_module(source)
@@ -145,7 +145,7 @@ def _pieces(places: Sequence[Tensor], tensors: Sequence[Tensor], most: int) -> I
 
 
 def _empty(place: Tensor, stage: Tensor, filled: Any) -> None:
-    """Copy what is in a stage to its place, once the device has filled it."""
+    """Copy a stage's content to its place, once the device has filled it."""
     filled.synchronize()
     place.copy_(stage)
 
@@ -178,7 +178,7 @@ def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def saved_dtypes(folder: Path) -> dict[str, torch.dtype]:
-    """The dtype of each tensor in a checkpoint."""
+    """Return the dtype of each tensor in a checkpoint."""
     metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return {name: one.properties.dtype for name, one in metadata.items() if isinstance(one, TensorStorageMetadata)}
 
@@ -193,7 +193,7 @@ def _prefix(rank: int) -> str:
 
 
 def total_bytes(tensors: dict[str, Tensor]) -> int:
-    """The bytes of all ranks' tensors, each element counted once; collective over the world."""
+    """Return the bytes of all ranks' tensors, each element counted once; collective over the world."""
     shares = [x.nbytes / (x.device_mesh.size() if isinstance(x, DTensor) else 1) for x in tensors.values()]
     total = torch.tensor(sum(shares), dtype=torch.float64, device=local_tensor(next(iter(tensors.values()))).device)
     dist.all_reduce(total)
@@ -201,7 +201,7 @@ def total_bytes(tensors: dict[str, Tensor]) -> int:
 
 
 class _AnyPadding(DefaultLoadPlanner):
-    """A reader of vocabulary matrices padded for any number of ranks, whose first dims may differ from the file's.
+    """A reader that accepts vocabulary matrices with other padding than in the file.
 
     The padding is zero under every plan, and stays so: no rank reads it.
     """
@@ -234,7 +234,7 @@ def _cause(error: CheckpointException, folder: Path) -> BadInput:
 
 
 def write_parts(file: Path, parts: Sequence[TensorShard]) -> None:
-    """Write parts of tensors in the order given; what is contiguous in host memory is not copied, the rest one by one.
+    """Write parts of tensors in the given order; contiguous host tensors are not copied, others one by one.
 
     The format is that of https://huggingface.co/docs/safetensors: the header's length in 8 bytes, JSON, the bytes; in
     it stands, for torch.distributed.checkpoint's reader, where each part begins in its tensor.

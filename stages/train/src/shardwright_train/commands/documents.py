@@ -157,7 +157,7 @@ def describe_folder(
             config, notes = without_format(given)
             length = sequence_length or stated_length(config)
             if length is None:
-                raise BadInput("--sequence-length", f"{file} does not say how long samples are", "give it, in tokens")
+                raise BadInput("--sequence-length", f"{file} does not state the sample length", "give it, in tokens")
             model, ignored = describe_by_trace(config, name, length), None
         else:
             read = read_config(given, file, taken_as)

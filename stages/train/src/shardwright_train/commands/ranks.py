@@ -166,7 +166,7 @@ class _Beside(NamedTuple):
 
     @classmethod
     def read(cls, asked: Sequence[Plans]) -> "_Beside":
-        """What several files ask for."""
+        """Return which plans the files request to measure in turns, and as context probes."""
         return cls(
             tuple(tuple(some.plans[place].sha256 for place in group) for some in asked for group in some.in_turns),
             {some.plans[probe.plan].sha256: probe.cp_size for some in asked for probe in some.context or ()},
@@ -174,7 +174,7 @@ class _Beside(NamedTuple):
         )
 
     def for_plans(self, plans: tuple[Plan, ...]) -> Plans:
-        """The part of it that is of some plans, with them."""
+        """Return these plans with the requests that concern them."""
         places = {plan.sha256: place for place, plan in enumerate(plans)}
         groups = (tuple(places[one] for one in group if one in places) for group in self.in_turns)
         shares = (ContextProbe(plan=places[one], cp_size=size) for one, size in self.shares.items() if one in places)
@@ -201,7 +201,7 @@ def _measure(
     scratch: Path,
     results: _Results,
 ) -> None:
-    """Measure plans of one world size in one launch, and one more each time that a device runs out of memory.
+    """Measure plans of one world size in one launch, and relaunch each time that a device runs out of memory.
 
     Ranks that wait for one that ran out cannot be called back: they are started anew, and what is measured is kept.
     A plan that ran out while it was measured in turns with others is measured by itself, and so are the others.
@@ -304,7 +304,7 @@ def _check_folders(*folders: Path | None) -> None:
 
 
 def _check_apart(options: RunOptions, run: Path) -> None:
-    """Raise BadInput if --out lies in the folder of the run's own checkpoints, whose files have the same names."""
+    """Raise BadInput if --out is inside the folder of the run's checkpoints, whose files have the same names."""
     if options.out.resolve().is_relative_to(run.resolve()):
         raise BadInput(options.out, "is the folder of this run's checkpoints", "choose another --out")
 

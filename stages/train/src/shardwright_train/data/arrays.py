@@ -1,4 +1,4 @@
-"""Images, and texts with images or a sound each, as data: folders of arrays in NumPy's own format.
+"""Data in NumPy's format: images with classes, and texts with images or sounds.
 
 Images with classes: images.npy: uint8 [images, channels, height, width], and labels.npy: integers [images], each the
 number of a class.
@@ -43,7 +43,7 @@ class ImageForm(NamedTuple):
 
 @dataclass(frozen=True)
 class Images:
-    """A split of images: to train on, in another order each epoch; to evaluate, in one that no seed changes."""
+    """A split of images: for training in another order each epoch; for evaluation in a fixed one."""
 
     pixels: NDArray[np.uint8]
     """Pixels [images, channels, height, width], mapped from the file."""
@@ -74,7 +74,7 @@ class Images:
         return Shuffled(len(self.labels), self.seed, self.part)
 
     def counted(self, first: int, samples: int) -> int:
-        """The number of labels of a batch that count."""
+        """Return the number of labels in a batch: one for each image."""
         return samples
 
     def check_contents(self) -> None:
@@ -82,7 +82,7 @@ class Images:
 
 
 def open_images(folder: Path, form: ImageForm, seed: int, part: SplitPart = WHOLE) -> Images:
-    """Open a split of a folder of images for a model; they are mapped, but read once for their identity.
+    """Open a split of a folder of images for a model; they are memory-mapped, but read once for their hash.
 
     Raises BadInput when a file is absent or damaged, they do not belong together, or do not fit the model.
     """
@@ -118,7 +118,7 @@ def mapped(path: Path) -> NDArray[Any]:
 
 
 def described(array: NDArray[Any]) -> str:
-    """The format and the shape of an array in words."""
+    """Return the format and the shape of an array in words."""
     return f"{array.dtype} {list(array.shape)}"
 
 
@@ -132,11 +132,11 @@ TextTokens = NDArray[np.int32]
 
 
 class Paired(Protocol):
-    """What an objective derives from texts and from the media that belong to them."""
+    """How an objective makes samples from texts and their images or sounds."""
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens of the model."""
+        """Return the size of the model's vocabulary."""
 
     @property
     def inputs_file(self) -> str:
@@ -148,24 +148,24 @@ class Paired(Protocol):
 
     @property
     def max_inputs(self) -> int:
-        """The most images or sounds of a sample."""
+        """Return the largest number of images or sounds in a sample."""
 
     def inputs_of(self, text: TextTokens) -> int:
         """The number of images or sounds of a text that has some."""
 
     def of_texts(self, texts: Sequence[TextTokens]) -> Batch:
-        """The tokens and labels of texts."""
+        """Return the tokens and labels of texts."""
 
     def of_inputs(self, inputs: NDArray[Any]) -> Batch:
-        """What a model reads of images or sounds [n, max_inputs, ...]."""
+        """Return the model's inputs for images or sounds [n, max_inputs, ...]."""
 
     def unfit(self, text: TextTokens, has_input: bool) -> str | None:
-        """Why a text cannot be a sample, or None."""
+        """Return why a text cannot be a sample, or None."""
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """A split of texts with images or sounds: to train on, in another order each epoch; to evaluate, in one."""
+    """A split of texts with images or sounds: reshuffled each epoch for training; in a fixed order for evaluation."""
 
     inputs: NDArray[Any]
     """Images or sounds, mapped from the file."""
@@ -197,7 +197,7 @@ class Pairs:
         return {name: x for name, x in batch.items() if name not in share.left_out}
 
     def counted(self, first: int, samples: int) -> int:
-        """The number of labels of a batch that count."""
+        """Return the number of labels in a batch, without ignored positions."""
         texts = self._texts(self.order.chosen(np.arange(first, first + samples)))
         return int((self.objective.of_texts(texts)["labels"] != IGNORED).sum().item())
 
@@ -213,7 +213,7 @@ class Pairs:
 
 
 def open_pairs(folder: Path, objective: Paired, seed: int, part: SplitPart) -> Pairs:
-    """Open a split of a folder of texts with images or sounds; files are mapped, but read once for their identity.
+    """Open a split of a folder of texts with images or sounds; files are memory-mapped, but read once for their hash.
 
     Raises BadInput if a file is absent or damaged, they do not belong together, or do not fit the model.
     """
@@ -253,7 +253,7 @@ def _check_samples(file: Path, samples: NDArray[np.int64], tokens: int, inputs: 
 
 
 def padded(texts: Sequence[NDArray[np.int64]], length: int, padding: int) -> Tensor:
-    """Texts [n, length], each cut or filled up."""
+    """Return texts [n, length], each truncated or padded."""
     rows = np.full((len(texts), length), padding, np.int64)
     for row, text in zip(rows, texts, strict=True):
         row[: len(text)] = text[:length]

@@ -1,4 +1,4 @@
-"""Examples of which only a part is learned, as `prepare` reads them: objects of JSON in one of four forms.
+"""Examples of which only a part is learned (loss on completions), as JSON objects in one of four forms.
 
 - `prompt` and `completion`, texts: the completion and the token that ends it are learned.
 - `prompt` and `completion`, lists of messages: what the tokenizer's chat template adds to the prompt's text is learned.
@@ -40,7 +40,7 @@ class Form(StrEnum):
     TOKENS = "input_ids and labels"
 
     def ends(self, document: DocumentEnds) -> DocumentEnds:
-        """The tokens around an example: a text's, but none where a template or the tokens themselves have them."""
+        """Return the tokens to add around an example; none if a template or the tokens themselves contain them."""
         return document if self is Form.TEXTS else DocumentEnds((), ())
 
 
@@ -53,7 +53,7 @@ class _Fields(msgspec.Struct, frozen=True):
 
     @property
     def form(self) -> Form:
-        """Their form; raises ValueError unless it is one."""
+        """Return the form of the example; raise ValueError unless it has exactly one."""
         found = []
         if UNSET not in (self.prompt, self.completion):
             kinds = isinstance(self.prompt, str), isinstance(self.completion, str)
@@ -80,7 +80,7 @@ class Learned(NamedTuple):
 
 
 def form_of(piece: TextPiece) -> Form:
-    """The form of an example; raises BadInput, naming its place, if it has none."""
+    """Return the form of an example; raise BadInput, naming its place, if it has none."""
     return _read(piece)[1]
 
 
@@ -94,7 +94,7 @@ def _read(piece: TextPiece) -> tuple[_Fields, Form]:
 
 
 class Reader:
-    """What makes tokens of the examples of one form, with the tokenizer of a folder."""
+    """A tokenizer of examples of one form, by the tokenizer of a folder."""
 
     def __init__(self, folder: Path, form: Form, ends: DocumentEnds, vocab_size: int) -> None:
         self._form, self._ends, self._rows = form, ends, vocab_size
@@ -151,7 +151,7 @@ class Reader:
         text = self._template.text(prompt, piece.source, asks=True)
         whole = self._template.text([*prompt, *completion], piece.source)
         if not whole.startswith(text):
-            problem = "the chat template writes the prompt otherwise once an answer follows"
+            problem = "the chat template writes the prompt differently once an answer follows"
             raise BadInput(piece.source, problem, "give `messages`, with a template that marks the assistant's part")
         return whole, [(len(text), len(whole))]
 
@@ -170,7 +170,7 @@ class _Template(NamedTuple):
 
     @classmethod
     def of(cls, folder: Path) -> "_Template":
-        """That of a folder; raises BadInput if it has none."""
+        """Return the chat template of a folder; raise BadInput if it has none."""
         file = folder / SETTINGS[1]
         settings = read_object(file, any_text=True) if file.exists() else {}
         source = settings.get("chat_template")
@@ -181,7 +181,7 @@ class _Template(NamedTuple):
         return cls(file, source, names)
 
     def marked(self, messages: _Messages, place: object) -> tuple[str, _Spans]:
-        """The text of messages, and what the template marks as the assistant's; raises BadInput if it marks nothing."""
+        """Return the text of messages, and the spans of the assistant's part; raise BadInput if none are marked."""
         if not _MARKS.search(self.source):
             problem = "the chat_template does not mark the assistant's part by {% generation %}"
             remedy = "add the marks to it, or give each answer as `completion` and the messages before as `prompt`"
@@ -189,7 +189,7 @@ class _Template(NamedTuple):
         return self._rendered(messages, place, return_assistant_tokens_mask=True)
 
     def text(self, messages: _Messages, place: object, asks: bool = False) -> str:
-        """The text of messages; `asks`: with the beginning of an answer."""
+        """Return the text of messages; `asks`: with the beginning of an answer."""
         return self._rendered(messages, place, add_generation_prompt=asks)[0]
 
     def _rendered(self, messages: _Messages, place: object, **how: bool) -> tuple[str, _Spans]:

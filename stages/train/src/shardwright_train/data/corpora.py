@@ -39,7 +39,7 @@ _DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class Source(StrEnum):
-    """The source format of a text."""
+    """Source formats of texts."""
 
     AUTO = "auto"
     """The format that the name indicates."""
@@ -72,7 +72,7 @@ _ENDINGS = {
 
 
 class TextPiece(NamedTuple):
-    """A part of a document's text; most documents are one piece, and a long one is never held as a whole."""
+    """A part of a document's text; most documents are one piece, and a long one is never completely in memory."""
 
     text: str
     ends: bool
@@ -106,7 +106,7 @@ class Corpus(NamedTuple):
 
 
 def source_of(text: str, glob: str | None) -> Source:
-    """The format that `auto` selects: by the ending of the file or pattern, else plain text."""
+    """Return the format that `auto` selects: by the suffix of the file or pattern, else plain text."""
     if _is_saved(Path(text)):
         return Source.DATASETS
     name = text if glob is None or Path(text).is_file() else glob
@@ -195,7 +195,7 @@ def text_pieces(files: Sequence[Path]) -> Iterator[TextPiece]:
 
 
 def _cut(content: bytes) -> int:
-    """Where a long text may be cut: after a line, a word, or else a character."""
+    """Return where to cut a long text: after a line, a word, or else a character."""
     lines = [match.end() for match in _LINE_END.finditer(content, len(content) // 2)]
     if lines:
         return lines[-1]

@@ -64,7 +64,7 @@ def document_warnings(plan: Plan, batches: object) -> tuple[str, ...]:
 
 
 def visible_pairs(documents: NDArray[np.int64], causal: bool) -> NDArray[np.int64]:
-    """The number of positions [n, s] of its own document that each position sees.
+    """Return the number of positions [n, s] of its own document that each position attends to.
 
     `documents` [n, s] number the documents of each sample, ascending.
     """

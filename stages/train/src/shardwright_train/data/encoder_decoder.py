@@ -1,4 +1,4 @@
-"""Objectives of encoder-decoders: a text after its prefix, spans cut out of it, or the transcription of speech.
+"""Objectives of encoder-decoders: predicting a text after its prefix, span corruption, or transcribing speech.
 
 Source: Raffel et al. 2020, sections 3.1.4 and 3.2.3.
 """
@@ -41,7 +41,7 @@ class Lengths(NamedTuple):
 
     @property
     def inputs(self) -> int:
-        """The length of the inputs: the kept tokens, a sentinel for each span, and the end of sequence."""
+        """Return the length of the inputs: the unmasked tokens, a sentinel for each span, and the end of sequence."""
         return self.kept + self.spans + 1
 
     @property
@@ -51,7 +51,7 @@ class Lengths(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of the text."""
+        """Return the number of tokens of the text."""
         return self.noise + self.kept
 
     @classmethod
@@ -84,7 +84,7 @@ class Prefix(Text):
 
     @classmethod
     def from_config(cls, config: Any, sequence_length: int) -> Self:
-        """The objective, whose decoder starts with the token given for it, else with padding."""
+        """Return the objective; its decoder starts with decoder_start_token_id, else with padding."""
         given = getattr(config, "decoder_start_token_id", None)
         first = config.pad_token_id if given is None else given
         if first is None:
@@ -140,7 +140,7 @@ class SpanCorruption(Text):
         return self.lengths.tokens
 
     def counted(self, samples: int, text: Callable[[], Tensor]) -> int:
-        """The number of target tokens of the samples."""
+        """Return the number of target tokens of the samples."""
         return samples * self.lengths.targets
 
     def open(
@@ -159,7 +159,7 @@ class SpanCorruption(Text):
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """What distinguishes its samples from those of a prefix."""
+        """Return values that distinguish these samples from those of the prefix objective."""
         return ("span corruption", _NOISE_DENSITY, _MEAN_SPAN, self.end, self.sentinels)
 
     def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
@@ -171,12 +171,12 @@ class SpanCorruption(Text):
         return {"tokens": tokens, "decoder_tokens": before.where(before != IGNORED, self.first_token), "labels": labels}
 
     def random_batch(self, samples: int, generator: torch.Generator) -> Batch:
-        """A batch of random tokens, sentinels among them."""
+        """Return a batch of random tokens, including sentinels."""
         ends = tuple(range(self.vocab_size - 1, max(self.vocab_size - 1 - self.lengths.spans, -1), -1))
         return Text.random_batch(replace(self, sentinels=ends), samples, generator)
 
     def _corrupted(self, text: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """The inputs and labels of one sample."""
+        """Return the inputs and labels of one sample."""
         lengths = self.lengths
         kept = _segments(lengths.kept, lengths.spans, generator)
         noise = _segments(lengths.noise, lengths.spans, generator)
@@ -189,7 +189,7 @@ class SpanCorruption(Text):
 
 
 def sentinels_of(samples: Samples | Blend, vocab_size: int) -> tuple[int, ...]:
-    """The sentinel tokens in order: <extra_id_0> and on of the data's tokenizer, as in T5's.
+    """Return the sentinel tokens in order: <extra_id_0> and so on, as in the tokenizer of the data.
 
     A tokenizer without them leaves the model's rows after its own, from the end of the vocabulary downwards.
     """
@@ -213,7 +213,7 @@ def _segments(items: int, segments: int, generator: torch.Generator) -> list[int
 
 @dataclass(frozen=True)
 class Transcription(Prefix):
-    """The objective of transcription: the tokens of the words in a spectrogram, in order."""
+    """The objective of transcription: the words in a spectrogram, as tokens."""
 
     read_by: ClassVar[Mapping[str, str]] = {"input_features": EMBEDDING, "labels": HEAD}
     beside_positions: ClassVar[frozenset[str]] = frozenset({"input_features"})
@@ -258,20 +258,20 @@ class Transcription(Prefix):
 
     @property
     def inputs_form(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
-        """The format of a spectrogram, and its shape."""
+        """Return the format and the shape of a spectrogram."""
         return np.dtype(np.float32), (self.bins, self.frames)
 
     @property
     def max_inputs(self) -> int:
-        """The spectrograms of a sample."""
+        """Return the largest number of spectrograms in a sample: one."""
         return 1
 
     def inputs_of(self, text: TextTokens) -> int:
-        """The number of spectrograms of a text."""
+        """Return the number of spectrograms of a text: one."""
         return 1
 
     def of_texts(self, texts: Sequence[TextTokens]) -> Batch:
-        """`decoder_tokens` and `labels` [n, sequence_length]; padding is not a label.
+        """Return `decoder_tokens` and `labels` [n, sequence_length]; padding is not a label.
 
         The first token, which the decoder begins with, is not predicted: tokenizers put it before a text, too.
         """
@@ -286,7 +286,7 @@ class Transcription(Prefix):
         return {"input_features": torch.from_numpy(inputs[:, 0])}
 
     def unfit(self, text: TextTokens, has_input: bool) -> str | None:
-        """Why a text cannot be a sample, or None."""
+        """Return why a text cannot be a sample, or None."""
         if not has_input:
             return "has no spectrogram"
         return "has no words" if not len(text) or (text == PLACE).any() else None

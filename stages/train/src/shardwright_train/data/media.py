@@ -98,7 +98,7 @@ def _write_decoded(
     read: Callable[[Path], NDArray[Any]],
     workers: int | None,
 ) -> None:
-    """Write what `read` returns of each file, an array of a shape, as one .npy, some at a time.
+    """Write the arrays that `read` returns for each file as one .npy file, a few at a time.
 
     Pillow decodes without holding the GIL.
     """
@@ -121,7 +121,7 @@ def _save(path: Path, array: NDArray[Any]) -> None:
 
 
 def fitted_image(file: Path, size: int) -> NDArray[np.uint8]:
-    """An image [3, size, size], scaled until it covers the square and cut around its middle.
+    """Return an image [3, size, size], scaled until it covers the square and cropped to its centre.
 
     Raises BadInput if the file is not a valid JPEG or PNG.
     """
@@ -155,12 +155,12 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def images(self) -> tuple[str, ...]:
-        """The files of its images."""
+        """Return the files of the line's images."""
         return (self.image,) if self.image and isinstance(self.image, str) else tuple(self.image or ())
 
     @property
     def inputs(self) -> int:
-        """The number of its images or recordings."""
+        """Return the number of the line's images or recordings."""
         return len(self.images) + (self.audio is not None)
 
 
@@ -171,7 +171,7 @@ class Tokens(NamedTuple):
     vocab_size: int | None
 
     def tokenizing(self, texts: Sequence[str], source: Path) -> Tokenizing:
-        """The tokenizer; raises BadInput unless exactly one of both is given."""
+        """Return the tokenizer; raise BadInput unless exactly one of vocabulary size and folder is given."""
         if (self.folder is None) == (self.vocab_size is None):
             problem = "it needs either --vocab-size or --tokenizer"
             raise BadInput("prepare", problem, "train a tokenizer, or pass a model's")
@@ -232,11 +232,11 @@ def _lines(listing: Path, other: str) -> Iterator[tuple[int, Line]]:
             raise BadInput(listing, f"line {number} names {other}", "leave it out")
         yield number, line
     if not texts:
-        raise BadInput(listing, "has no line", "write one for each sample")
+        raise BadInput(listing, "is empty", "write a line for each sample")
 
 
 def _placed(line: Line, listing: Path, number: int) -> Line:
-    """A line whose text has a place for each image; raises BadInput if it has others."""
+    """Return the line with a placeholder for each image in its text; BadInput if it has another number of them."""
     places, images = line.text.count(HERE), len(line.images)
     if places not in (images, 0):
         problem = f"line {number} has {places} places for its {images} images"
@@ -263,7 +263,7 @@ def _prepare(
     listing: Path,
     workers: int | None,
 ) -> None:
-    """Write the arrays of samples; `form`: the file of what is read, its format and the shape of one."""
+    """Write the arrays of samples; `form`: file name, format and shape of what `read` returns."""
     tokenizing = tokens.tokenizing([line.text.replace(HERE, "") for line in lines], listing)
     texts = [_encoded(line, tokenizing, listing) for line in lines]
     counts = np.array([len(text) for text in texts], np.int64)
@@ -283,7 +283,7 @@ def _prepare(
 
 
 def _encoded(line: Line, tokenizing: Tokenizing, listing: Path) -> NDArray[np.int32]:
-    """The tokens of a text with the tokenizer's prefix and suffix, and the places of its images.
+    """Return the tokens of a text with the tokenizer's prefix and suffix, and placeholders for its images.
 
     What is said in a recording begins with the task that it names, such as <|en|>, instead of the tokenizer's own.
     """
@@ -303,7 +303,7 @@ def _tokens(text: str, tokenizing: Tokenizing, listing: Path) -> list[int]:
 
 
 def _sound(file: Path, seconds: int) -> NDArray[np.float32]:
-    """A recording in [-1, 1), averaged over channels; raises BadInput if it is not a WAV file of the expected form."""
+    """Return a recording in [-1, 1), averaged over channels; BadInput unless it is a WAV file of the expected form."""
     try:
         with wave.open(str(file), "rb") as opened:
             form = opened.getparams()

@@ -54,7 +54,7 @@ class Text(ABC):
 
     @classmethod
     def from_config(cls, config: Any, sequence_length: int) -> Self:
-        """The objective of a configuration; raises ValueError if something is missing or wrong in it."""
+        """Return the objective of a configuration; raise ValueError if a value is missing or wrong."""
         return cls(config.vocab_size, sequence_length)
 
     @property
@@ -64,11 +64,11 @@ class Text(ABC):
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """A name that distinguishes its samples from those of the model's default objective; empty for the default."""
+        """Return values that distinguish its samples from the default objective's; empty for the default."""
         return ()
 
     def counted(self, samples: int, text: Callable[[], Tensor]) -> int:
-        """The number of labels that count in `samples` samples; `text` reads them if that depends on it."""
+        """Return the number of labels in `samples` samples; `text` reads them if that depends on the text."""
         return samples * self.labels
 
     @property
@@ -121,7 +121,7 @@ class TextBatches:
 
     @property
     def per_epoch(self) -> int:
-        """The number of samples of the split.
+        """Return the number of samples of the split.
 
         In evaluation, samples 0 to this number are the whole split once, in order.
         """
@@ -231,7 +231,7 @@ class Masked(Text):
         return self.hide(text, generator)
 
     def counted(self, samples: int, text: Callable[[], Tensor]) -> int:
-        """The number of chosen positions, which is known if nothing is padding."""
+        """Return the number of masked positions, which is known if there is no padding."""
         if self.padding is None:
             return samples * int(_chosen_of(torch.tensor(self.sequence_length)).item())
         return int(_chosen_of(self.real(text()[:, :-1]).sum(1)).sum().item())
@@ -259,7 +259,7 @@ class Masked(Text):
         return {"tokens": shown.where(chosen, text), "attention_mask": real, "labels": labels}
 
     def random_text(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Random tokens that are not padding."""
+        """Return random tokens that are not padding."""
         if self.padding is None:
             return torch.randint(0, self.vocab_size, shape, generator=generator)
         tokens = torch.randint(0, self.vocab_size - 1, shape, generator=generator)
@@ -329,7 +329,7 @@ class RandomBatches:
 
     @property
     def sha256(self) -> str:
-        """The identity of the kind of samples."""
+        """Return a hash of the kind of samples."""
         return sha256_of_value([str(RANDOM), repr(self.objective)])
 
     @property
@@ -343,7 +343,7 @@ class RandomBatches:
         return {name: torch.cat([one[name] for one in made]) for name in made[0] if name not in share.left_out}
 
     def counted(self, first: int, samples: int) -> int:
-        """The number of labels of a batch that count."""
+        """Return the number of labels in a batch, without ignored positions."""
         made = (self._sample(first + number)["labels"] for number in range(samples))
         return sum(int((labels != IGNORED).sum().item()) for labels in made)
 
@@ -368,7 +368,7 @@ def _chosen_of(real: Tensor) -> Tensor:
 
 
 def _pair(size: int | Iterable[int]) -> tuple[int, int]:
-    """Height and width; a single number gives both."""
+    """Return height and width; a single number is used for both."""
     height, width = (size, size) if isinstance(size, int) else size
     return height, width
 
@@ -389,7 +389,7 @@ _CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711
 
 @dataclass(frozen=True)
 class ImageText(Causal):
-    """Next-token prediction for texts in which an image takes as many positions as it has states.
+    """Next-token prediction for texts with images; an image takes one position for each of its hidden states.
 
     These are not labels.
     """
@@ -413,7 +413,7 @@ class ImageText(Causal):
 
     @classmethod
     def from_config(cls, config: Any, sequence_length: int) -> Self:
-        """The objective of a configuration, which says how many positions an image takes."""
+        """Return the objective of a configuration, which determines how many positions an image takes."""
         vision = config.vision_config
         form = vision.num_channels, vision.image_size, vision.image_size
         mean, deviation = (
@@ -451,12 +451,12 @@ class ImageText(Causal):
 
     @property
     def inputs_file(self) -> str:
-        """The name of the file that holds the images."""
+        """Return the name of the file with the images."""
         return "images.npy"
 
     @property
     def inputs_form(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
-        """The format of an image, and its shape."""
+        """Return the format and the shape of an image."""
         return np.dtype(np.uint8), self.form
 
     def of_texts(self, texts: Sequence[TextTokens]) -> Batch:
@@ -468,7 +468,7 @@ class ImageText(Causal):
 
     @property
     def max_inputs(self) -> int:
-        """The most images of a sample."""
+        """Return the largest number of images in a sample."""
         return self.images
 
     @property
@@ -476,11 +476,11 @@ class ImageText(Causal):
         return (self.images,) if self.images > 1 else ()
 
     def inputs_of(self, text: TextTokens) -> int:
-        """The number of images in a text."""
+        """Return the number of images in a text."""
         return int((text == PLACE).sum())
 
     def of_inputs(self, inputs: NDArray[Any]) -> Batch:
-        """`pixel_values` [n, images, channels, height, width], scaled as the vision tower was trained with.
+        """Return `pixel_values` [n, images, channels, height, width], normalized as for the vision tower's pretraining.
 
         `inputs` are of that shape; if a sample has one image, the result lacks its dim.
         """
@@ -492,7 +492,7 @@ class ImageText(Causal):
         return {"pixel_values": scaled if self.images > 1 else scaled[:, 0]}
 
     def unfit(self, text: TextTokens, has_input: bool) -> str | None:
-        """Why a text cannot be a sample, or None: its images need places in it, and room for some text."""
+        """Return why a text cannot be a sample, or None: its images need placeholders in it, and room for some text."""
         places = np.flatnonzero(text == PLACE)
         if bool(len(places)) != has_input:
             return f"has {len(places)} places for {int(has_input)} images"

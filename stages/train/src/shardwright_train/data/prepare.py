@@ -83,7 +83,7 @@ _USUAL = How()
 
 
 class _Begun(msgspec.Struct, frozen=True):
-    """The beginning of a preparation, which a later start resumes if it is of the same request."""
+    """The state of a preparation, from which a later start of the same request resumes."""
 
     request: str
     """Identity of source and options, equal if the resulting tokens are."""
@@ -104,7 +104,7 @@ def prepare(
 ) -> None:
     """Write OUT/{tokenizer.json,tokens.bin,tokens.idx,data.json}: the same files and options give the same bytes.
 
-    Each document has the tokens around it that its tokenizer adds, and is closed by an end-of-text token. Where
+    Each document has the tokens around it that its tokenizer adds, and is closed by an end-of-text token. If
     `max_mib` (MiB) ends the text, the file that goes beyond is cut at the end of a line, and other documents are left
     out. Killed and started again, it resumes from the shards on the disk. A text too short for `vocab_size` gives a
     smaller vocabulary, which data.json records. With `tokenizer_folder` that model's tokenizer is taken, and none is
@@ -146,7 +146,7 @@ def _check_examples(source: Source, tokenizer_folder: Path | None, how: How) -> 
 def _begun(
     corpus: Corpus, vocab_size: int | None, tokenizer_folder: Path | None, how: How, targets: DataFolder
 ) -> _Begun:
-    """What a killed start of the same request has begun, or begin with a tokenizer."""
+    """Return the state of a killed start of the same request, or begin with a tokenizer."""
     tokenizer: object = [vocab_size, how.tokenizer_mib]
     if tokenizer_folder is not None:
         files = [tokenizer_folder / name for name in CONSULTED]
@@ -187,7 +187,7 @@ def _trained(corpus: Corpus, vocab_size: int, mib: float) -> Tokenizing:
 
 
 def _write(corpus: Corpus, begun: _Begun, workers: int | None, targets: DataFolder) -> None:
-    """Tokenize the shards that are missing, and join all of them."""
+    """Tokenize the shards that are missing, and concatenate all of them."""
     folder = targets.unfinished
     tokenizer_sha256 = sha256_of_file(folder / TOKENIZER)
     encoder = Encoder(
@@ -386,7 +386,7 @@ def _join(shards: Sequence[Path], targets: DataFolder, vocab_size: int) -> tuple
 
 
 def _join_marks(shards: Sequence[Path], targets: DataFolder) -> None:
-    """Write the marks of all shards."""
+    """Write the marks of learned tokens of all shards into one file."""
     with atomic_path(targets.targets) as temporary, temporary.open("wb") as file:
         for shard in shards:
             file.write(_read_shard(shard, "targets")[0].tobytes())
@@ -401,7 +401,7 @@ def _learned(shards: Sequence[Path], name: object) -> int:
 
 
 def _read_shard(shard: Path, *names: str) -> list[NDArray[Any]]:
-    """Arrays of a shard: its tokens, the ends of its documents, the bytes of its text, its marks.
+    """Return arrays of a shard: its tokens, the ends of its documents, the bytes of its text, its marks.
 
     Raises RunFailed if it is damaged.
     """

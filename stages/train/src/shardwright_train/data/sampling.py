@@ -1,7 +1,7 @@
 """The tokens of each step: a function only of data, seed and step, whatever the plan.
 
 The shuffled order of an epoch's samples is computed per place, without storing a permutation. Several data sets may
-be blended: the samples of a run are shared out in rounds of 65,536. In each round a data set has its weight's share of
+be blended: the samples of a run are divided in rounds of 65,536. In each round a data set has its weight's share of
 the places, spread evenly, and goes on in its own order, over as many epochs as it takes.
 """
 
@@ -32,7 +32,7 @@ _ORDER_OF_SPLITS = 2**40
 
 
 def samples_at(indices: NDArray[np.int64], per_epoch: int, seed: int) -> NDArray[np.int64]:
-    """The samples with these numbers, counted over all epochs, each epoch in its own order."""
+    """Return the indices of samples by their numbers over all epochs, each epoch in its own order."""
     epochs, places = np.divmod(indices, per_epoch)
     samples = np.empty_like(places)
     for epoch in np.unique(epochs):
@@ -47,7 +47,7 @@ def _keys(seed: int, epoch: int) -> tuple[np.uint64, ...]:
 
 
 def _permuted(places: NDArray[np.uint64], size: int, keys: tuple[np.uint64, ...]) -> NDArray[np.int64]:
-    """The images of some places under a permutation of `range(size)`.
+    """Return places of `range(size)` under a pseudo-random permutation.
 
     A Feistel network permutes the next power of four; what falls outside is permuted again until it is inside (cycle
     walking: Black & Rogaway 2002, section 3), four times on average at most.
@@ -71,7 +71,7 @@ def _feistel(x: NDArray[np.uint64], half: int, keys: tuple[np.uint64, ...]) -> N
 
 
 class Shuffled(NamedTuple):
-    """The order of a split with a number of samples.
+    """The shuffled order of a split with a number of samples.
 
     Files often have samples of one kind one after the other: the splits are those of one shuffled order of all.
     """
@@ -82,12 +82,12 @@ class Shuffled(NamedTuple):
 
     @property
     def per_epoch(self) -> int:
-        """The number of samples of the split."""
+        """Return the number of samples of the split."""
         first, end = self._bounds
         return end - first
 
     def chosen(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The places in the files of the samples with these numbers, counted over all epochs."""
+        """Return the samples' places in the files, by their numbers over all epochs."""
         if self.part.split is Split.TRAIN:
             indices = samples_at(indices, self.per_epoch, self.seed)
         if self.part == WHOLE:
@@ -102,7 +102,7 @@ class Shuffled(NamedTuple):
 
 @dataclass(frozen=True)
 class Samples:
-    """A split of a token stream cut into samples: to train on, in another order each epoch; to evaluate, in their own.
+    """A split of a token stream, cut into samples: reshuffled each epoch for training; in order for evaluation.
 
     Sample i of the split is its tokens [i * S, i * S + S], so that each token but the first is a label once an epoch.
     """
@@ -132,7 +132,7 @@ class Samples:
         return (len(self.tokens) - 1) // self.sequence_length
 
     def read(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens [n, S + 1] of the samples with these numbers over all epochs: inputs [:-1], labels [1:].
+        """Return tokens [n, S + 1] of the samples with these numbers over all epochs: inputs [:-1], labels [1:].
 
         Raises BadInput when the stream holds a token that is not in the vocabulary.
         """
@@ -146,7 +146,7 @@ class Samples:
         return tokens
 
     def targets(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """For each token [n, S + 1] of these samples, 1 if it is learned, else 0."""
+        """Return for each token [n, S + 1] of these samples 1 if it is learned, else 0."""
         length = self.sequence_length + 1
         if self.marks is None:
             return np.ones((len(indices), length), np.int64)
@@ -154,7 +154,7 @@ class Samples:
         return np.stack([self.marks[first : first + length] for first in firsts]).astype(np.int64)
 
     def documents(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The document number [n, S + 1] of each token of these samples, counted from 0 in each sample."""
+        """Return the document number [n, S + 1] of each token of these samples, counted from 0 in each sample."""
         firsts = self.first + self.numbers(indices) * self.sequence_length
         return np.stack([self._documents_from(int(first)) for first in firsts])
 
@@ -170,7 +170,7 @@ class Samples:
         return np.cumsum(begun)
 
     def numbers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The samples of the split, from 0, that have these numbers counted over all epochs."""
+        """Return the indices in the split of the samples with these numbers over all epochs."""
         return samples_at(indices, self.per_epoch, self.seed) if self.shuffled else indices % self.per_epoch
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -234,7 +234,7 @@ def open_samples(
 
 
 def _marks(files: DataFolder, described: PreparedData, loss_on: LossOn | None) -> NDArray[np.uint8] | None:
-    """The marks of all tokens of a folder; None without. Raises BadInput if they are wanted, or damaged."""
+    """Return the marks of all tokens of a folder; None without. Raises BadInput if they are required or damaged."""
     if described.targets_sha256 is None:
         if loss_on is LossOn.COMPLETIONS:
             remedy = "prepare the data with --loss-on completions"
@@ -270,7 +270,7 @@ def _tokens_of(index: TokenIndex, part: SplitPart) -> tuple[int, int]:
 
 
 class Ingredient(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A data set of a blend."""
+    """A data set of a blend, and its weight."""
 
     folder: str
     """Folder that `prepare` wrote; relative to the folder of blend.json unless absolute."""
@@ -299,7 +299,7 @@ class Blend:
 
     @property
     def seed(self) -> int:
-        """The seed of the sample order."""
+        """Return the seed of the sample order."""
         return self.parts[0].seed
 
     @property
@@ -309,7 +309,7 @@ class Blend:
 
     @property
     def marks_sha256(self) -> str | None:
-        """The identity of the marks of what is learned; None if no data set has any."""
+        """Return a hash of the marks of learned tokens; None if no data set has any."""
         marks = [samples.marks_sha256 for samples in self.parts]
         return sha256_of_value(marks) if any(marks) else None
 
@@ -319,15 +319,15 @@ class Blend:
         return sha256_of_value([[samples.sha256 for samples in self.parts], self.weights])
 
     def read(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The tokens [n, S + 1] of the samples with these numbers."""
+        """Return the tokens [n, S + 1] of the samples with these numbers."""
         return self._gathered(indices, Samples.read)
 
     def targets(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """For each token [n, S + 1] of these samples, 1 if it is learned, else 0."""
+        """Return for each token [n, S + 1] of these samples 1 if it is learned, else 0."""
         return self._gathered(indices, Samples.targets)
 
     def documents(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The document numbers [n, S + 1] of each token of these samples."""
+        """Return the document numbers [n, S + 1] of each token of these samples."""
         return self._gathered(indices, Samples.documents)
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -341,7 +341,7 @@ class Blend:
             samples.check_contents()
 
     def places(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Each sample's data set and its number in that, counted over all epochs."""
+        """Return each sample's data set, and its number there over all epochs."""
         if self.part.split is not Split.TRAIN:
             starts = np.cumsum([0, *(samples.per_epoch for samples in self.parts)])
             within = indices % self.per_epoch

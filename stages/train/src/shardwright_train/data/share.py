@@ -1,4 +1,4 @@
-"""A rank's share of a global batch, and its reading ahead of the step that needs it."""
+"""A rank's share of a global batch, and reading it before the step that needs it."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -39,22 +39,22 @@ class BatchShare(NamedTuple):
 
     @property
     def global_samples(self) -> int:
-        """The number of samples of the whole batch."""
+        """Return the number of samples of the whole batch."""
         return self.microbatches * self.microbatch_samples
 
     @property
     def local_samples(self) -> int:
-        """The number of samples of each microbatch."""
+        """Return the rank's number of samples in each micro-batch."""
         return self.microbatch_samples if self.samples is None else self.samples
 
     @property
     def rows(self) -> NDArray[np.int64]:
-        """The numbers of the rank's samples in the global batch, one microbatch after the other."""
+        """Return the indices of the rank's samples in the global batch, one micro-batch after the other."""
         starts = np.arange(self.microbatches)[:, None] * self.microbatch_samples + self.first
         return (starts + np.arange(self.local_samples)).ravel()
 
     def part_of(self, batch: Batch) -> Batch:
-        """The rank's part of a global batch."""
+        """Return the rank's part of a global batch."""
         return {name: x[self.rows] for name, x in batch.items() if name not in self.left_out}
 
 
@@ -87,7 +87,7 @@ def with_boundaries(batch: Batch, documents: Tensor, boundaries: Boundaries, *, 
 
 @contextmanager
 def read_ahead(read: Callable[[int], T], steps: Iterable[int]) -> Iterator[Iterator[T]]:
-    """Yield an iterator over `read(step)` for each step, which one thread reads ahead of its consumer.
+    """Yield an iterator over `read(step)` for each step; a thread reads ahead of the consumer.
 
     An error of `read` is raised when that step's data is taken, not when it was read.
     """

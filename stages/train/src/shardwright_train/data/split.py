@@ -7,7 +7,7 @@ from shardwright.io import BadInput
 
 
 class Split(StrEnum):
-    """A part of the data."""
+    """The splits of data: training, validation, test."""
 
     TRAIN = "train"
     VALID = "valid"
@@ -15,13 +15,13 @@ class Split(StrEnum):
 
 
 class Fractions(NamedTuple):
-    """The fraction of the data in each split; training has the rest."""
+    """The fractions of the validation and test splits; training has the rest."""
 
     valid: float = 0.0
     test: float = 0.0
 
     def bounds(self, split: Split) -> tuple[float, float]:
-        """Beginning and end of a split as fractions of the data: training comes first, the test split last.
+        """Return the beginning and end of a split, as fractions of the data; training comes first, the test split last.
 
         Raises BadInput if nothing is left to train on.
         """
@@ -34,7 +34,7 @@ class Fractions(NamedTuple):
 
 
 class LossOn(StrEnum):
-    """The tokens of a text that are learned."""
+    """Which tokens of a text are learned."""
 
     ALL = "all"
     """Each token."""
@@ -55,7 +55,7 @@ class SplitPart(NamedTuple):
 
     @property
     def identity(self) -> list[float | str]:
-        """What distinguishes it from other parts of the same data; empty if it is all of it."""
+        """Return values that distinguish this split from other splits of the same data; empty for all data."""
         return [] if self == WHOLE else [self.split.value, *self.fractions]
 
 

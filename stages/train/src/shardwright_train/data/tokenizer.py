@@ -1,4 +1,4 @@
-"""Tokenizers: of a model's folder, or trained on a text, and the tokens that each puts around a document.
+"""Tokenizers: a model's own, or trained on a text, and the tokens that each adds around a document.
 
 A stranger's folder is read and its tokenizer is run in such a way that any fault ends in a one-line error.
 """
@@ -62,7 +62,7 @@ class Tokenizing(NamedTuple):
 
     @property
     def vocab_size(self) -> int:
-        """The vocabulary size; every token is below it."""
+        """Return the vocabulary size; every token is below it."""
         return rows_of(self.tokenizer)
 
     def write(self, folder: Path) -> None:
@@ -81,7 +81,7 @@ def trained(texts: Iterator[str], vocab_size: int, source: str) -> Tokenizing:
     Raises BadInput if the vocabulary has no room for all bytes, or a word is too long to learn from.
     """
     if vocab_size < _MIN_VOCABULARY:
-        raise BadInput("--vocab-size", f"{vocab_size} is fewer than bytes need", f"ask for {_MIN_VOCABULARY} or more")
+        raise BadInput("--vocab-size", f"{vocab_size} is too small for all bytes", f"give {_MIN_VOCABULARY} or more")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -106,7 +106,7 @@ def _learnable(texts: Iterator[str], source: str) -> Iterator[str]:
 
 
 def given(folder: Path) -> Tokenizing:
-    """The tokenizer of a model's folder, which encodes as transformers' `AutoTokenizer` of it does.
+    """Return the tokenizer of a model's folder, which encodes as transformers' `AutoTokenizer` does.
 
     Truncation and padding are off. The vocabulary is that of tokenizer.json: tokens that settings name and that it
     does not have are left out, since the model has no row for them. Raises BadInput if transformers cannot open it, or
@@ -157,7 +157,7 @@ def _opened(folder: Path, file: Path, settings: Mapping[str, Any]) -> Any:
 
 
 def _document_ends(tokenizer: Tokenizer, end: int, file: object) -> DocumentEnds:
-    """What a post-processor puts around a text, and the token that closes a document, unless it does so itself.
+    """Return the tokens that a post-processor adds around a text, and the end-of-document token if it adds none.
 
     Raises BadInput, naming `file`, if it leaves out the text, repeats it, or adds hundreds or unknown tokens.
     """
@@ -193,7 +193,7 @@ def rows_of(tokenizer: Tokenizer) -> int:
 
 
 def end_of(folder: Path) -> tuple[str, int] | None:
-    """The token that ends a text according to a folder's tokenizer, and its number; None if it names none.
+    """Return the end-of-text token of a folder's tokenizer, and its index; None if the settings name none.
 
     A folder without settings, as `prepare` writes it for a trained tokenizer, names `END_OF_TEXT` by having it.
     """
@@ -209,7 +209,7 @@ def end_of(folder: Path) -> tuple[str, int] | None:
 
 @contextmanager
 def library_faults(file: object, problem: str, remedy: str) -> Iterator[None]:
-    """Raise an error of `tokenizers` as BadInput of one line; it writes the panics of its code, which it caught."""
+    """Convert errors of `tokenizers`, including Rust panics, into a BadInput of one line."""
     try:
         with _unwritten():
             yield
@@ -222,7 +222,7 @@ def library_faults(file: object, problem: str, remedy: str) -> Iterator[None]:
 
 @contextmanager
 def _unwritten() -> Iterator[None]:
-    """Keep what the block writes to standard error's descriptor from the terminal, such as a traceback of Rust."""
+    """Hide what the block writes to the standard error descriptor, such as a Rust traceback."""
     sys.stderr.flush()
     kept = os.dup(2)
     try:
@@ -312,7 +312,7 @@ def _check_rule(rule: Rule, file: object) -> None:
 
 
 def _texts(rule: Rule) -> Iterator[str]:
-    """Yield the texts of a rule that can be characters of a text that it has changed, or looks for."""
+    """Yield the texts of a rule that it may insert, or that it searches for."""
     pattern = rule.get("pattern")
     words = pattern.get("String") if isinstance(pattern, Mapping) else None
     texts = (words, *(rule.get(key) for key in ("content", "prepend", "replacement")))
@@ -320,7 +320,7 @@ def _texts(rule: Rule) -> Iterator[str]:
 
 
 def _with_parts(characters: Iterable[str]) -> set[str]:
-    """Characters with everything that Unicode's tables and UTF-8 decompose them into."""
+    """Return the characters, with all characters and bytes that Unicode's tables and UTF-8 decompose them into."""
     parts = {part for each in characters for part in _parts(each)}
     return {*characters, *parts, *(part for each in parts for part in _parts(each)), *_BYTES}
 
@@ -330,7 +330,7 @@ def _parts(character: str) -> str:
 
 
 def _before(rule: Rule, after: Weights) -> Weights:
-    """The results for each character that a rule receives, from the results for the characters that it outputs."""
+    """Return the growth for each character that a rule receives, from the growth for each that it outputs."""
     kind = rule.get("type")
     if kind == "Replace":
         return _before_replacing(rule, after)

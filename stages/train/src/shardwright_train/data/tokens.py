@@ -69,7 +69,7 @@ class TokenIndex(NamedTuple):
 
     @property
     def num_documents(self) -> int:
-        """The number of documents."""
+        """Return the number of documents."""
         return len(self.documents) - 1
 
     def document_start(self, document: int) -> int:
@@ -83,7 +83,7 @@ class TokenIndex(NamedTuple):
 
 
 def open_index(path: Path) -> TokenIndex:
-    """Map an index of either layout and check it; raise BadInput if it is damaged.
+    """Map an index of either layout into memory and check it; raise BadInput if it is damaged.
 
     The check reads the file once, some sequences at a time.
     """
@@ -99,7 +99,7 @@ def write_index(
 ) -> None:
     """Write an index of consecutive sequences atomically; lengths [sequences], in tokens.
 
-    Where `documents` [documents + 1] is None each sequence is one. Raises ValueError for a length beyond 2^31 - 1.
+    If `documents` [documents + 1] is None each sequence is one. Raises ValueError for a length beyond 2^31 - 1.
     """
     if documents is None:
         documents = np.arange(len(lengths) + 1, dtype=np.int64)
@@ -197,7 +197,7 @@ def _check_documents(path: Path, documents: NDArray[np.int64], sequences: int) -
 
 @dataclass(frozen=True)
 class TokenFile:
-    """An opened pair of files."""
+    """A token file and its index, opened."""
 
     tokens: NDArray[Any]
     """Tokens [tokens], mapped from the .bin, not read."""
@@ -205,7 +205,7 @@ class TokenFile:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The dtype that tokens are written in: uint16 if every token fits, else int32."""
+    """Return the dtype for writing tokens: uint16 if every token fits, else int32."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<i4")
 
 
@@ -288,7 +288,7 @@ class DataFolder:
 
 @contextmanager
 def only_writer(out: Path) -> Iterator[None]:
-    """Hold the lock of a folder while it is prepared; bad input leaves nothing unfinished, and no new folder."""
+    """Hold the lock of a folder while it is prepared; on bad input, remove unfinished files and a new folder."""
     is_new = not out.exists()
     out.parent.mkdir(parents=True, exist_ok=True)
     with only_run(out.with_name(f"{out.name}.lock"), Nodes()):

@@ -1,6 +1,6 @@
-"""Averages in 8 bits: codes, and a scale for each block of a row of the whole parameter, whichever ranks hold it.
+"""Averages in 8 bits: codes, and a scale for each block of a parameter's row, independent of sharding.
 
-Blocks lie along rows, so that cutting rows cuts no block. Where columns are cut through blocks, their ranks agree on
+Blocks lie along rows, so that cutting rows cuts no block. If columns are cut through blocks, their ranks agree on
 each block's largest value: every plan keeps the same codes. The 256 values of a code are those of Dettmers et al. 2022
 ("8-bit optimizers via block-wise quantization"): seven decades, the largest with the most values. A positive square is
 never rounded to 0, by which its average would be divided.
@@ -68,7 +68,7 @@ class Blocks(NamedTuple):
 
     @property
     def scales(self) -> int:
-        """How many scales of a row the rank holds."""
+        """Return how many scales of a row the rank holds."""
         return -(-(self.row if self.groups else self.columns) // self.size)
 
     def placed(self, parameter: Tensor, scales: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class Blocks(NamedTuple):
         )
 
     def unpacked(self, codes: Tensor, scales: Tensor, signed: bool, dtype: torch.dtype) -> Tensor:
-        """The numbers that codes and scales stand for."""
+        """Return the numbers that codes and scales represent."""
         table = torch.tensor(values(signed), dtype=dtype, device=codes.device)
         blocks = self._blocks(table[codes.int()]) * self._mine(scales).to(dtype).unsqueeze(-1)
         return self._whole(blocks)
@@ -97,7 +97,7 @@ class Blocks(NamedTuple):
         return found
 
     def codes(self, x: Tensor, scales: Tensor, signed: bool) -> Tensor:
-        """The nearest code of each number, one of two alike the lower."""
+        """Return the nearest code of each number; of two equally near ones the lower."""
         table = torch.tensor(values(signed), dtype=x.dtype, device=x.device)
         divisors = self._mine(scales).to(x.dtype)
         shares = self._blocks(x) / torch.where(divisors == 0, 1, divisors).unsqueeze(-1)
@@ -125,7 +125,7 @@ class Blocks(NamedTuple):
 
 
 def _cuts(parameter: DTensor) -> list[tuple[int, int]]:
-    """The axes that cut a parameter's last dim, each with the most columns that it leaves a rank, in their order."""
+    """Return the mesh axes that shard a parameter's last dim, each with the largest shard's columns, in order."""
     last, length = parameter.dim() - 1, parameter.shape[-1]
     cutting = [(axis, placed) for axis, placed in enumerate(parameter.placements) if placed.is_shard(last)]
     found = []
@@ -136,5 +136,5 @@ def _cuts(parameter: DTensor) -> list[tuple[int, int]]:
 
 
 def _later(placement: Placement) -> bool:
-    """Whether a cut is of what others have left."""
+    """Return whether a placement shards what other placements have left (strided sharding)."""
     return isinstance(placement, StridedShard)

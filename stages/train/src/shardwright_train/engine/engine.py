@@ -1,4 +1,4 @@
-"""A plan on one rank, ready to train.
+"""A plan on one rank, ready to train: the pipeline stage, the schedule's runner and the optimizer.
 
 `run`, `measure` and `check` build the same engine and differ in the hook that they pass to a step: so what is timed and
 what is checked is the code that trains.
@@ -75,7 +75,7 @@ class Engine:
         return len({action.microbatch for action in alone.actions()})
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of a checkpoint: parameters, and the moments of trained ones, by name."""
+        """Return the tensors of a checkpoint by name: parameters, and the optimizer states of trained ones."""
         return {**self.optimizer.parameters, **self.optimizer.state()}
 
 
@@ -102,7 +102,7 @@ def say_compiled(plan: Plan, first_step_s: float) -> None:
 
 
 def build_engine(context: RankContext, settings: Hyperparameters = ANY, updates: int = 0) -> Engine:
-    """Make the plan's process groups and build this rank's part of it; collective over the world."""
+    """Create the plan's process groups and build this rank's part of it; collective over the world."""
     use_kernels(context.plan.precision, context.attention, context.device)
     # All groups before the first layer: creating one is collective over the world, but a rank builds only its layers.
     context.groups.prepare(context.plan, _groups_of_units(context))
@@ -110,7 +110,7 @@ def build_engine(context: RankContext, settings: Hyperparameters = ANY, updates:
 
 
 def _groups_of_units(context: RankContext) -> Iterator[PlannedGroup]:
-    """Yield the groups of units sharded differently from the rest of their layer, in the same order on all ranks."""
+    """Yield the groups of modules sharded differently from the rest of their layer, in the same order on all ranks."""
     plan = context.plan
     for index, stage in enumerate(plan.stages):
         for chunk in range(len(stage.layers)):

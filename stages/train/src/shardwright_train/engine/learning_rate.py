@@ -69,7 +69,7 @@ class Hyperparameters:
     """Fraction of all steps in which wsd decays."""
 
     def learning_rate_at(self, step: int) -> float:
-        """The learning rate of a step; steps count from 1, and past the last it stays constant.
+        """Return the learning rate of a step; steps count from 1, and the rate is constant after the last step.
 
         All schedules rise in a line to the peak at step `warmup_steps` (Goyal et al. 2017). Then, with p the share of
         the steps after it that are done and f the `final_fraction`, the peak is multiplied by
@@ -121,7 +121,7 @@ class ParameterGroup(NamedTuple):
 def group_of(
     name: str, dims: int, factors: Sequence[LearningRateFactor], decay_norms_and_biases: bool
 ) -> ParameterGroup:
-    """The group of a parameter, by its name and number of dims in the stock model.
+    """Return the parameter group of a parameter, by its name and number of dims in the stock model.
 
     Norms and biases are the vectors, and what is called a bias. Of several patterns that match the first decides.
     """

@@ -77,7 +77,7 @@ class ShardedOptimizer:
             self._rule.state[local] = initial_states(OPTIMIZERS[optimizer], *given_of)
 
     def step(self, step: int, loss: Tensor, stop: bool, loss_scale: float = 1.0, save: bool = False) -> "StepOutcome":
-        """Clip by the global norm, update, and forget the gradients; `step` counts from 1.
+        """Clip by the global norm, update, and free the gradients; `step` counts from 1.
 
         The gradients are those of `loss_scale` times the loss. One all_reduce over the world carries the squared norm,
         the loss [] or [2 + experts] of `run_step`, whether any rank wants to stop or to save, and each rank's peak
@@ -113,18 +113,18 @@ class ShardedOptimizer:
 
     @property
     def state_bytes(self) -> int:
-        """The bytes of the states on this rank."""
+        """Return the bytes of the optimizer states on this rank."""
         return sum(local_tensor(x).nbytes for x in self.state().values())
 
     def _peaks(self) -> Tensor:
-        """The peak memory of this rank at its index, 0 at the others: bytes that 64 bits hold exactly."""
+        """Return a tensor with this rank's peak memory at its index, 0 for other ranks; float64 is exact here."""
         device = self._replicas.device
         peaks = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
         peaks[dist.get_rank()].fill_(float(peak_memory_bytes(device)))
         return peaks
 
     def _squared_norm(self) -> Tensor:
-        """This rank's part of the squared norm of all gradients; the parts of all ranks sum to it."""
+        """Return this rank's part of the squared norm of all gradients; the sum over all ranks is the whole."""
         gradients = [local_tensor(p.grad) for p in self._counted if p.grad is not None]
         if not gradients:
             return torch.zeros((), dtype=torch.float64, device=self._replicas.device)
@@ -133,7 +133,7 @@ class ShardedOptimizer:
         return (norms.square() / self._replicas).sum()
 
     def _update(self, shared: Tensor, learning_rate: float, loss_scale: float) -> None:
-        """Update unless loss or squared norm, the first two of `shared`, are not finite.
+        """Update the parameters, unless loss or squared norm (the first two of `shared`) is not finite.
 
         Decided on the device, without a wait.
         """
@@ -181,7 +181,7 @@ class StepOutcome:
 
     @property
     def finite(self) -> bool:
-        """Whether loss and gradient norm are finite."""
+        """Return whether loss and gradient norm are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 

@@ -1,4 +1,4 @@
-"""The updates of a plan's optimizers on local tensors: each changes nothing where a flag on the device forbids it.
+"""Optimizer updates on local tensors, which a flag on the device can disable.
 
 They are PyTorch's optimizers, or have their shape, and the two attributes of its fused ones: `found_inf`, 1 where the
 step must change nothing, and `grad_scale`, a divisor of gradients. With g the gradient, r the learning rate of a
@@ -63,7 +63,7 @@ class _Update(torch.optim.Optimizer, ABC):
         return ((group, p) for group in self.param_groups for p in group["params"] if p.grad is not None)
 
     def _gradient(self, parameter: Tensor, otherwise: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient, or another tensor where the step must change nothing; and 0 or 1 as a factor of changes."""
+        """Return the gradient, or `otherwise` if the step must not change anything; and 0 or 1 to scale changes."""
         assert parameter.grad is not None
         gradient = parameter.grad if self.grad_scale is None else parameter.grad / self.grad_scale
         allowed = self.found_inf == 0
@@ -71,14 +71,14 @@ class _Update(torch.optim.Optimizer, ABC):
 
 
 class RoundedAdamW(_Update):
-    """AdamW whose averages are kept in another format than the parameters'."""
+    """AdamW whose averages are stored in another format than the parameters'."""
 
     def __init__(self, groups: list[dict[str, Any]], settings: Hyperparameters) -> None:
         super().__init__(groups)
         (self._beta1, self._beta2), self._eps = settings.betas, settings.eps
 
     def update(self, parameter: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-        """Update with unrounded averages, then keep rounded ones."""
+        """Update with unrounded averages, then store rounded ones."""
         averages = first, second = self.averages(parameter, state)
         assert parameter.grad is not None
         adamw(
@@ -102,20 +102,20 @@ class RoundedAdamW(_Update):
         self.keep(state, averages)
 
     def averages(self, parameter: Tensor, state: Mapping[str, Any]) -> list[Tensor]:
-        """Copies of the kept averages in the parameter's format."""
+        """Return copies of the stored averages in the parameter's format."""
         return [state[each.name].to(parameter.dtype, copy=True) for each in ADAMW.states]
 
     def keep(self, state: Mapping[str, Any], averages: Sequence[Tensor]) -> None:
-        """Keep averages until the next step."""
+        """Store the averages until the next step."""
         for each, average in zip(ADAMW.states, averages, strict=True):
             state[each.name].copy_(average)
 
 
 class EightBitAdamW(RoundedAdamW):
-    """AdamW whose averages of matrices are kept in 8 bits."""
+    """AdamW whose averages of matrices are stored in 8 bits."""
 
     def averages(self, parameter: Tensor, state: Mapping[str, Any]) -> list[Tensor]:
-        """What the codes stand for."""
+        """Return the averages, decoded from 8 bits."""
         if _BLOCKS not in state:
             return super().averages(parameter, state)
         blocks: Blocks = state[_BLOCKS]
@@ -146,7 +146,7 @@ class EightBitAdamW(RoundedAdamW):
 
 
 def _signs() -> Iterator[tuple[str, bool]]:
-    """Yield the averages' names, with whether they may be negative: the one of squares may not."""
+    """Yield the averages' names, and whether they may be negative: the average of squares may not."""
     return zip((each.name for each in ADAMW.states), (True, False), strict=True)
 
 
@@ -154,7 +154,7 @@ class Lion(_Update):
     """Lion (Chen et al. 2023): steps of equal size, in the direction of an average."""
 
     def update(self, parameter: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-        """Update with one average of gradients, then keep another, which forgets more slowly."""
+        """Update with one average of gradients, then store another with slower decay."""
         (kept,) = (state[each.name] for each in LION.states)
         gradient, allowed = self._gradient(parameter, kept)
         rate, (now, later) = group["lr"] * allowed, LION_BETAS

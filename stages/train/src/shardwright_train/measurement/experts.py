@@ -30,7 +30,7 @@ _MAX_STEPS = 200
 def measure_experts(
     plan: Plan, probes: Sequence[ExpertProbe], job: MeasureJob, world: World
 ) -> tuple[ExpertMeasurement, ...]:
-    """Measure experts of a plan's model, on all ranks at once; each returns what it measured."""
+    """Measure experts of a plan's model on all ranks at once; each rank returns its own measurement."""
     return tuple(_measure(plan, probe, job, world) for probe in probes)
 
 
@@ -61,7 +61,7 @@ def _measure(plan: Plan, probe: ExpertProbe, job: MeasureJob, world: World) -> E
 
 @dataclass(frozen=True)
 class _Run:
-    """Experts of one rank, with the rows that it gets, and the gradient of their results."""
+    """The experts of one rank, with the rows that it receives, and the gradient of their results."""
 
     compute: Callable[[Tensor, Tensor], Tensor]
     rows: Tensor
@@ -117,7 +117,7 @@ class _Run:
         return results.nbytes
 
     def memory(self) -> tuple[int, int]:
-        """The bytes of what is kept between the passes, and the most beyond that."""
+        """Return the bytes saved between the passes, and the peak in excess of them."""
         with record_memory(self.rows.device) as record:
             results_bytes = self.step(record.hook)
         passes = {interval.name: interval for interval in record.intervals}

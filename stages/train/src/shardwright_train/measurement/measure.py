@@ -1,4 +1,4 @@
-"""Measurement of plans: each runs for some steps, and its times and memory are kept in a journal at once."""
+"""Measurement of plans: each runs for some steps, and its times and memory are written to a journal at once."""
 
 import gc
 import os
@@ -204,7 +204,7 @@ class _Runner:
 def _measure(
     asked: Sequence[tuple[Plan, str, int]], job: MeasureJob, world: World, resident: int
 ) -> tuple[PlanMeasurement, ...]:
-    """Measure plans in turns with their kernels, all built at once; the memory of each is recorded separately.
+    """Measure plans with their kernels in turns, all built at once; the memory of each is recorded separately.
 
     The third of each tuple is the number of ranks of which each rank stands for one.
     """
@@ -250,7 +250,7 @@ def _forward_only(asked: Sequence[tuple[Plan, str, int]]) -> list[int]:
 
 
 def _of_all_ranks(value: float, world: World) -> float:
-    """The largest value of all ranks."""
+    """Return the largest value of all ranks."""
     largest = torch.tensor(value, dtype=torch.float64, device=world.device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.item()

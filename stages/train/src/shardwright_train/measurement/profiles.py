@@ -56,7 +56,7 @@ class MemoryInterval(NamedTuple):
 
 @dataclass
 class MemoryRecord:
-    """A recording of a step's events; the intervals between them exist once it has ended."""
+    """A recording of a step's events; the intervals between them are available once it has ended."""
 
     device: torch.device
     intervals: list[MemoryInterval] = field(default_factory=list)
@@ -95,7 +95,7 @@ class MemoryRecord:
 
 @contextmanager
 def record_memory(device: torch.device, standing_bytes: int = 0) -> Iterator[MemoryRecord]:
-    """Record the tensor memory of what runs inside; `standing_bytes` were resident on CPU when it began.
+    """Record the tensor memory of the block; `standing_bytes` were allocated on CPU when it began.
 
     PyTorch's profiler sees every single allocation. That is the only way on CPU, whose allocator counts nothing.
     """
@@ -132,7 +132,7 @@ def intervals_of(record: Sequence[Event | Allocation], standing_bytes: int) -> I
 
 
 def segments_of_memory(intervals: Sequence[MemoryInterval]) -> tuple[SegmentMemory, ...]:
-    """The memory that the second microbatch (or the only one) kept, and its workspace, in each segment.
+    """Return the memory saved by the second micro-batch (or the only one), and its workspace, in each segment.
 
     The first microbatch also gathers parameters and makes gradients, which are counted as states. Kept memory is
     summed over the chunks of a pipeline stage; the largest workspace counts.
@@ -190,7 +190,7 @@ def trace_file(folder: Path, plan: Plan, rank: int) -> Path:
 
 @contextmanager
 def traced(device: torch.device, rank: int, file: Path) -> Iterator[StepHook]:
-    """Profile a step that sets the events it is given, and write its trace.
+    """Profile a step that calls the yielded hook, and write its trace.
 
     Each pass and the wait before it is a span of its own, `forward microbatch 0 chunk 0` and so on. The processes of
     the trace are named by the rank, and nothing in it means something else in another rank's.
@@ -239,7 +239,7 @@ class _Spans:
 
 
 def _of_rank(trace: dict[str, Any], rank: int) -> dict[str, Any]:
-    """The trace with processes and flows numbered apart from all other ranks', and processes named by the rank.
+    """Return the trace with processes and flows numbered differently from other ranks', and processes named by rank.
 
     The rank's process on the host gets the number of the rank. The profiler's own spans, whose process is not a number,
     are left out.

@@ -84,13 +84,13 @@ class _DeviceClock:
 
 
 def clock_for(device: torch.device) -> Clock:
-    """A clock for a device."""
+    """Return a clock for a device."""
     return _DeviceClock() if on_accelerator(device) else _HostClock()
 
 
 @dataclass(frozen=True)
 class StepTiming:
-    """The times of one step of one rank; by segment they are means over middle microbatches (see `Segment`)."""
+    """The times of one step of one rank; segment times are means over middle micro-batches (see `Segment`)."""
 
     reference_s: float
     """Seconds of the reference workload, right before."""
@@ -169,7 +169,7 @@ _WORKLOADS = {
 
 
 def reference_time_s(device: torch.device) -> float:
-    """The mean seconds of the workload on this rank's device while all ranks run it; collective.
+    """Return the mean seconds of the workload on this rank's device while all ranks run it; collective.
 
     Between training steps its tensors use memory that activations have freed.
     """

@@ -1,1 +1,1 @@
-"""The model families that can be trained."""
+"""The runtime's model families: their blocks, and how these are sharded."""

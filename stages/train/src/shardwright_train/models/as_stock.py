@@ -1,8 +1,8 @@
-"""Models without facts, trained as the stock class: each layer is its call with all other layers passed through.
+"""Models without facts, trained as the stock class: each layer is the stock forward pass with other layers bypassed.
 
-The embedding is the stock forward pass until its first block, the head is all of it behind the last one; what blocks
+The embedding is the stock forward pass until its first block, the head is all of it after the last one; what blocks
 are given beside hidden states (masks, positions, angles) comes from a pass through which no states flow. Nothing of a
-forward pass is written anew, so that what `flow` finds to run one by one computes what the stock class computes.
+forward pass is rewritten, so that what `flow` finds to run one by one computes what the stock class computes.
 """
 
 import copy
@@ -47,7 +47,7 @@ other one."""
 
 
 class _Unmarked(Causal):
-    """Causal language modelling on samples whose documents are not told apart: the stock class masks none."""
+    """Causal language modelling without separate documents, which the stock class does not mask."""
 
     keeps_boundaries = False
 
@@ -65,7 +65,7 @@ class AsStock(Family):
         return {}
 
     def problem(self, model: Model) -> str | None:
-        """Why a described model cannot be trained; None: it can."""
+        """Return why a described model cannot be trained; None: it can."""
         try:
             config = self.stock_model(model).config.get_text_config(decoder=True)
             if getattr(config, "is_decoder", True) is False:
@@ -90,7 +90,7 @@ class AsStock(Family):
             raise ValueError(f"{odd} cannot be told to be of its {layer}")
 
     def check(self, plan: Plan, file: object) -> None:
-        """Raise BadInput for what a plan asks of a model of this kind that it cannot have."""
+        """Raise BadInput for parts of a plan that models without facts do not support."""
         for number, layer in enumerate(plan.layers):
             if layer.recompute not in _WHOLE:
                 problem = f"layers[{number}] recomputes {layer.recompute}: the parts of a traced block are not known"
@@ -113,7 +113,7 @@ class AsStock(Family):
         return configured(self.stock, {**config, "model_type": self.facts.model_type}, self.plain_kernel)
 
     def configuration(self, model: Model) -> Any:
-        """The transformers configuration of a described model, whatever layers it has been cut to."""
+        """Return the transformers configuration of a described model, with its original number of layers."""
         return self.configured(model.config)
 
     def dropout(self, config: Any) -> float:
@@ -152,20 +152,20 @@ class AsStock(Family):
         return self._layer(model, layer, attention)
 
     def parts_of(self, kind: str, strategy: Strategy) -> Parts | None:
-        """A block is one part."""
+        """Return a block as a single part."""
         return None if kind in (EMBEDDING, HEAD) else Parts("", attention=(), mlp=())
 
     def after_split(self, block: nn.Module, config: Any, tensor_parallel: Any) -> None:
         """One rank has all of a block."""
 
     def keeps_last_sum(self, kind: str, config: Any, compute: str) -> bool:
-        """Nobody knows what a block keeps behind its last product."""
+        """Return True: whether a block saves values after its last product is not known."""
         return True
 
     # Names.
 
     def full_name(self, model: Model, layer: str, parameter: str) -> str:
-        """A parameter's name in the stock model."""
+        """Return a parameter's name in the stock model."""
         if layer in (EMBEDDING, HEAD):
             return parameter
         return f"{flow_of(model).path}.{layer.removeprefix('layers[').removesuffix(']')}.{parameter}"
@@ -188,12 +188,12 @@ class AsStock(Family):
     # Weights.
 
     def initialize(self, model: Model, module: nn.Module) -> None:
-        """Give a layer the initial weights that transformers gives it."""
+        """Fill a layer with the initial weights of transformers."""
         with torch.no_grad():
             module.apply(self.stock_model(model)._init_weights)
 
     def fillings(self, model: Model, layer: str) -> Mapping[str, tuple[Filling, ...]]:
-        """How transformers fills a layer: drawn element by element, or whole where a class computes what it draws."""
+        """Return how transformers fills a layer: element by element, or a whole parameter with computed values."""
         module = self._layer(model, layer)
         constants = {name: p.detach().clone() for name, p in module.named_parameters() if not p.is_meta}
         try:
@@ -222,7 +222,7 @@ class AsStock(Family):
         return {name: (Filling(Given(x)),) for name, x in values.items()}
 
     def _construct_and_initialize(self, model: Model, layer: str, module: nn.Module) -> None:
-        """Fill the parameters of a layer as their constructors do, and then as transformers initializes them."""
+        """Fill the parameters of a layer by their constructors, and then by transformers' initialization."""
         skeleton = self._skeleton(model)
         with torch.no_grad():
             for name, parameter in module.named_parameters():
@@ -237,7 +237,7 @@ class AsStock(Family):
     # Calls.
 
     def learns(self, model: Model) -> Causal:
-        """Each token is predicted from those before it."""
+        """Return the objective: next-token prediction."""
         text = self.configuration(model).get_text_config(decoder=True)
         return _Unmarked(text.vocab_size, model.sequence_length)
 
@@ -250,7 +250,7 @@ class AsStock(Family):
         kernel: str,
         heads: Callable[[int], slice] = slice,
     ) -> dict[str, Any]:
-        """What blocks are given beside hidden states."""
+        """Return the arguments of blocks other than hidden states."""
         config = msgspec.json.encode(model.config)
         arguments = _arguments(
             self, config, model.family, model.sequence_length, kernel, example.dtype, f"{example.device}"
@@ -275,7 +275,7 @@ class AsStock(Family):
 
 @cache
 def as_stock(kind: str) -> AsStock:
-    """The runtime of a type of transformers."""
+    """Return the runtime of a model type of transformers."""
     # Of defaults of classes, which a configuration replaces, transformers warns in many lines.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     stock = stock_class(kind)
@@ -284,7 +284,7 @@ def as_stock(kind: str) -> AsStock:
 
 
 def _facts(kind: str, name: str, without: Sequence[Attention]) -> Facts:
-    """What the runtime asks of any family: attention is causal; nothing else is known, or asked for."""
+    """Return minimal facts of a model type: attention is causal; nothing else is known."""
     return Facts(
         model_type=kind,
         stock=StockModel(name, tied=()),
@@ -305,7 +305,7 @@ def _has_nan(values: Tensor) -> bool:
 
 
 class _Skeleton(NamedTuple):
-    """A stock model whose parameters have no values, and what its constructors give them."""
+    """A stock model with parameters on the meta device, and the values that constructors assign."""
 
     whole: Whole
     constructed: Mapping[str, Tensor]
@@ -356,7 +356,7 @@ class _Fill(NamedTuple):
 
 @contextmanager
 def _parameters_on_meta(values: dict[int, Tensor]) -> Iterator[None]:
-    """Keep no values of parameters of modules that are built inside, but those of small ones, by the new ones' ids."""
+    """Move parameters of modules built in the block to the meta device; keep values of small ones, by id."""
 
     def moved(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
@@ -376,7 +376,7 @@ def _parameters_on_meta(values: dict[int, Tensor]) -> Iterator[None]:
 
 
 class _Allocations(TorchDispatchMode):
-    """A mode that allocates nothing as large as only parameters are, such as the matrices of all experts.
+    """A mode that leaves tensors of the size of large parameters unallocated, such as the matrices of all experts.
 
     Memory that is not filled is NaN: what was there before would pass for values.
     """
@@ -385,7 +385,7 @@ class _Allocations(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call an operator, on the meta device if it is to allocate that much."""
+        """Call an operator, on the meta device if it would allocate that much."""
         kwargs = kwargs or {}
         if operator.name().startswith("aten::empty.") and prod(args[0]) > _HUGE:
             kwargs = {**kwargs, "device": "meta"}
@@ -397,7 +397,7 @@ class _Allocations(TorchDispatchMode):
 
 @contextmanager
 def _fills_noted(fills: dict[int, _Fill]) -> Iterator[None]:
-    """Note how constructors fill parameters on the meta device, and let them fill other small tensors, always alike."""
+    """Record how constructors fill parameters on the meta device; other small tensors are filled reproducibly."""
 
     def noted(fill: Callable[..., Any]) -> Callable[..., Any]:
         def filled(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -426,7 +426,7 @@ def _fills_noted(fills: dict[int, _Fill]) -> Iterator[None]:
 
 
 class _Left(BaseException):
-    """A stock forward pass is left; no `except Exception` of its own stops it."""
+    """Leaves a stock forward pass early; a BaseException, so that no `except Exception` stops it."""
 
     def __init__(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         super().__init__()
@@ -434,7 +434,7 @@ class _Left(BaseException):
 
 
 class _Now:
-    """The number of samples and the format of the pass of the moment, which stand-ins read."""
+    """The number of samples and the dtype of the current pass, which stand-ins read."""
 
     samples = 0
     dtype = torch.float32
@@ -442,7 +442,7 @@ class _Now:
 
 
 class _StandIn(nn.Module):
-    """A module in another's place: it has that one's attributes, and computes something else.
+    """A stand-in for a module: it has the module's attributes, and computes something else.
 
     If the other one has a matrix, of which stock forward passes read the format, it has one of a single number.
     """
@@ -456,7 +456,7 @@ class _StandIn(nn.Module):
         self.other, self.compute = (other,), compute
 
     def __getattr__(self, name: str) -> Any:
-        """What the other module has."""
+        """Return an attribute of the module that is replaced."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -465,7 +465,7 @@ class _StandIn(nn.Module):
             return getattr(other[0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute something else."""
+        """Compute the replacement's output."""
         return self.compute(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_StandIn":
@@ -473,7 +473,7 @@ class _StandIn(nn.Module):
 
 
 def _stands_in(whole: Whole, stand_ins: Mapping[str, nn.Module], blocks: Callable[[int], Callable[..., Any]]) -> Any:
-    """A copy of a stock model with stand-ins for some modules, by path, and for all blocks, by number."""
+    """Return a copy of a stock model with stand-ins for some modules, by path, and for all blocks, by index."""
     memo: dict[int, nn.Module] = {
         id(block): _StandIn(block, blocks(number)) for number, block in enumerate(whole.blocks)
     }
@@ -483,7 +483,7 @@ def _stands_in(whole: Whole, stand_ins: Mapping[str, nn.Module], blocks: Callabl
 
 def _absent(path: str) -> Callable[..., NoReturn]:
     def compute(*_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError(f"{path} is of another layer")
+        raise RuntimeError(f"{path} belongs to another layer")
 
     return compute
 
@@ -493,7 +493,7 @@ def _leave(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _outputs(flow: Flow, states: Tensor, now: _Now) -> Any:
-    """What a block gives, with these states."""
+    """Return a block's outputs, in the stock model's form, with these hidden states."""
     if flow.outputs is None:
         return states
     further = (None if shape is None else shape.zeros(now.samples, now.dtype, now.device) for shape in flow.outputs)
@@ -501,7 +501,7 @@ def _outputs(flow: Flow, states: Tensor, now: _Now) -> Any:
 
 
 def _zeros_of(whole: Whole, flow: Flow, now: _Now, dtype: torch.dtype) -> dict[str, nn.Module]:
-    """Stand-ins for the embedding's modules, which give zeros."""
+    """Return stand-ins for the embedding's modules, which return zeros."""
 
     def compute(shape: Shape) -> Callable[..., Tensor]:
         return lambda *_, **__: shape.zeros(now.samples, now.dtype, now.device)
@@ -515,7 +515,7 @@ def _zeros_of(whole: Whole, flow: Flow, now: _Now, dtype: torch.dtype) -> dict[s
 
 
 def _embedding(whole: Whole, flow: Flow) -> nn.Module:
-    """The stock model until its first block."""
+    """Return the stock model up to its first block."""
     behind = {path: _StandIn(whole.model.get_submodule(path), _absent(path)) for path in flow.head}
     model = _stands_in(whole, behind, lambda _: _leave)
     stock = model.forward
@@ -535,7 +535,7 @@ def _embedding(whole: Whole, flow: Flow) -> nn.Module:
 
 
 def _head(whole: Whole, flow: Flow) -> nn.Module:
-    """The stock model behind its last block, and the sum of cross entropy of a batch."""
+    """Return the stock model after its last block, with the sum of the cross entropy of a batch."""
     now, last, given = _Now(), len(whole.blocks) - 1, list[Tensor]()
 
     def block(number: int) -> Callable[..., Any]:
@@ -560,7 +560,7 @@ def _head(whole: Whole, flow: Flow) -> nn.Module:
 
 
 class Arguments:
-    """What a stock model gives its blocks beside hidden states, for some number of samples."""
+    """The arguments of a stock model's blocks other than hidden states, for a number of samples."""
 
     def __init__(self, whole: Whole, flow: Flow, dtype: torch.dtype, device: torch.device) -> None:
         self.whole, self.flow, self._now = whole, flow, _Now()

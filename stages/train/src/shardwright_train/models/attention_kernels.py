@@ -71,7 +71,7 @@ def _problems(plan: Plan, family: Family, device: torch.device, by_document: boo
 
 
 def settle_attention(plans: Sequence[Plan], world: World, *, by_document: bool = False) -> tuple[str, ...]:
-    """The attention kernel of each plan, the same on all ranks; rank 0 prints it in one line.
+    """Return the attention kernel of each plan, the same on all ranks; rank 0 prints it in one line.
 
     `auto` is one kernel for all plans: the fastest that every rank can run for each of them, if positions attend to
     their own document alone if it is to be `by_document`.
@@ -99,7 +99,7 @@ def _by(plan: Plan, kernel: Attention, world: World, by_document: bool) -> str:
 
 
 def kernels_run(plan: Plan, kernel: Attention, device: torch.device, *, by_document: bool = False) -> str:
-    """The names of the kernels that scaled_dot_product_attention takes for a plan; empty for other attention.
+    """Return the names of the kernels that scaled_dot_product_attention uses for a plan; empty for other attention.
 
     Attention across ranks has its own name after them.
     """
@@ -124,7 +124,7 @@ def _backends(kernel: str, device: torch.device) -> tuple[SDPBackend, ...]:
 
 
 def use_kernels(precision: Precision, attention: str, device: torch.device) -> None:
-    """Set up matrix products, convolutions and attention of this process as a plan says, until the next plan.
+    """Configure matrix products, convolutions and attention of this process for a plan, until the next plan.
 
     A GPU's scaled_dot_product_attention falls back to plain arithmetic in silence otherwise.
     """
@@ -151,7 +151,7 @@ def _can(plan: Plan, kernel: Attention, device: torch.device, by_document: bool)
 
 
 def _lack(device: torch.device) -> str | None:
-    """What a device lacks for flash-attn 2, or None."""
+    """Return which requirement of flash-attn 2 a device does not meet, or None."""
     if not on_accelerator(device):
         return f"needs CUDA, this is {device.type}"
     if (capability := torch.cuda.get_device_capability(device)) < _CAPABILITY:
@@ -161,7 +161,7 @@ def _lack(device: torch.device) -> str | None:
 
 
 def _fused_lack(plan: Plan, family: Family, device: torch.device, by_document: bool = False) -> str | None:
-    """What a GPU's fused kernels of scaled_dot_product_attention do not support of a plan, or None."""
+    """Return which part of a plan the GPU's fused kernels of scaled_dot_product_attention do not support, or None."""
     tried = on_accelerator(device) or plan.attention is Attention.SDPA_FLASH
     return _refusal(plan, family, device, by_document) if tried else None
 
@@ -186,7 +186,7 @@ class _Trial(NamedTuple):
 
 
 def _trials(plan: Plan, family: Family, device: torch.device, by_document: bool) -> Iterator[_Trial]:
-    """Yield a kernel's inputs for each attention of a plan: one group of heads, with a limited number of positions.
+    """Yield a kernel's trial inputs for each attention of a plan: one group of heads, and few positions.
 
     Without a mask transformers hands the heads of a group that share their keys over as they are (`enable_gqa`).
     """
@@ -216,7 +216,7 @@ def _trials(plan: Plan, family: Family, device: torch.device, by_document: bool)
 
 
 def _attentions(model: Model, family: Family) -> Iterator[tuple[Heads, int, Mask]]:
-    """Yield the heads of each attention, the number of positions, and what is masked among them.
+    """Yield the heads of each attention, the number of positions, and the mask.
 
     The positions are those of a sample or an image, or those of a window of an image.
     """
@@ -232,7 +232,7 @@ def _attentions(model: Model, family: Family) -> Iterator[tuple[Heads, int, Mask
 
 
 def _drops_alike(plan: Plan, family: Family) -> str | None:
-    """The first layer whose replicas must draw apart inside attention, which a compiled graph cannot do."""
+    """Return the first layer whose replicas must draw different dropout in attention, which compiled graphs cannot."""
     if family.dropout(family.configuration(plan.model)) == 0:
         return None
     alike = (i for i, strategy in enumerate(plan.layers) if layout_of(strategy).replicas > 1)

@@ -69,7 +69,7 @@ class Family:
     # What a family may override.
 
     def embed(self, pieces: Pieces, batch: Batch) -> States:
-        """The embedding of a batch at this rank's positions: the table's rows, through the other modules."""
+        """Return the embedding of a batch at this rank's positions: rows of the table, through further modules."""
         table: Any = pieces.get_submodule(self.embedding[0])
         rows = (token_embedding(table, batch[name], pieces.tensor_parallel) for name in self.tokens)
         return tuple(pieces.through(self.embedding[1:], each) for each in rows)
@@ -93,14 +93,14 @@ class Family:
         return self.parts.get(kind)
 
     def units(self, kind: str, strategy: Strategy) -> Mapping[str, Strategy]:
-        """The strategies of modules inside a layer that are sharded differently from the layer.
+        """Return the strategies of modules in a layer that are sharded differently from the layer.
 
         Modules are named by their paths in the layer, each before the modules inside it.
         """
         return {}
 
     def call(self, block: nn.Module, states: States, batch: Batch, constants: dict[str, Any]) -> States | WithLoss:
-        """Run a block on states; the mask and angles that it needs are made here, not in the block."""
+        """Run a block on hidden states, with the mask and angles that it needs."""
         mask = mask_for(self.facts.attention.mask, states[0], batch, constants)
         arguments = constants["arguments"]
         if POSITIONS in batch and "every_angle" in constants:
@@ -115,7 +115,7 @@ class Family:
         return angles if isinstance(angles, tuple) else (angles,)
 
     def rotation(self, angles: tuple[Tensor, ...]) -> Any:
-        """The angles as blocks take them: a pair of cosines and sines, or only complex numbers."""
+        """Return the angles in the form that blocks take: a pair of cosines and sines, or complex numbers."""
         return angles if len(angles) > 1 else angles[0]
 
     def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
@@ -126,7 +126,7 @@ class Family:
                     setattr(module, name, getattr(module, name) // tensor_parallel.size)
 
     def keeps_last_sum(self, kind: str, config: Any, compute: str) -> bool:
-        """Whether a value after the last sum of a type of block is kept for backward, computed in a format."""
+        """Return whether backward needs a value after the last sum of a block type, for a compute format."""
         facts = self.facts.of_type(kind, vars(config))
         return kind in self.normed_behind or "full" in facts.replays_sum(vars(config))
 
@@ -135,7 +135,7 @@ class Family:
         return parse(self.stock.config_class, config, self.facts)
 
     def may_lack(self, model: Model, name: str) -> bool:
-        """Whether files may hold a tensor of a block that a model leaves out, since nothing asks for it."""
+        """Return whether files may contain a tensor of a block that a model leaves out as unused."""
         return False
 
     # What is the same for all families.
@@ -154,11 +154,11 @@ class Family:
         return self.kernel_names.get(kernel, kernel)
 
     def learns(self, model: Model) -> Text | Classification:
-        """The default objective of a described model."""
+        """Return the default objective of a described model."""
         return self.objective.from_config(self.configuration(model), model.sequence_length)
 
     def trained_on(self, model: Model, asked: str | None, loss_on: LossOn | None = None) -> Text | Classification:
-        """The objective of a run that requests `asked` and `loss_on`; raises BadInput if the model does not have it."""
+        """Return the objective that a run requests; raise BadInput if the model does not support it."""
         if asked is not None and asked not in self.objectives:
             raise BadInput(f"--objective {asked}", f"a {model.family} model does not support it", "leave it out")
         if loss_on is LossOn.COMPLETIONS and not (issubclass(self.objective, Text) and self.objective.learns_part):
@@ -188,7 +188,7 @@ class Family:
         kernel: str,
         heads: Callable[[int], slice] = slice,
     ) -> dict[str, Any]:
-        """The constants of every pass through a described type of block: kernel, window, mask, angles.
+        """Return the constants of every pass through a described type of block: kernel, window, mask, angles.
 
         Cosines and sines are for the positions that this rank computes, in the dtype and on the device of `example`.
         `heads` tells this rank's of so many heads: by default all.
@@ -216,7 +216,7 @@ class Family:
         }
 
     def skeleton(self, config: Any) -> Any:
-        """The stock model of a transformers configuration on the meta device.
+        """Return the stock model of a transformers configuration on the meta device.
 
         In place of each matrix of the facts' `stacked` that the stock model has stand those whose rows it holds, as the
         facts list them. Raises ValueError if transformers cannot build it.
@@ -231,7 +231,7 @@ class Family:
         return stock
 
     def file_name(self, name: str) -> tuple[str, int]:
-        """The name in files of a parameter with a Hugging Face name, and its index if it is stacked there."""
+        """Return a parameter's name in files, by its Hugging Face name, and its index if it is stacked there."""
         module, _, kind = name.rpartition(".")
         for path, parts in self.facts.stock.stacked.items():
             for place, part in enumerate(parts):
@@ -240,7 +240,7 @@ class Family:
         return name, 0
 
     def build(self, model: Model, layer: str, attention: str | None = None) -> nn.Module:
-        """The stock modules of a layer (`embedding`, `layers[i]`, `head`), on the default device, unweighted.
+        """Return the stock modules of a layer (`embedding`, `layers[i]`, `head`) on the default device, unweighted.
 
         Their attention is that of a kernel, if they are to compute it.
         """
@@ -249,7 +249,7 @@ class Family:
         return module if device.type == "meta" else module.to_empty(device=device)
 
     def initialize(self, model: Model, module: nn.Module) -> None:
-        """Give a whole layer the initial weights that transformers gives it."""
+        """Fill a whole layer with the initial weights of transformers."""
         with torch.no_grad():
             module.apply(self.stock_model(model)._init_weights)
 
@@ -287,7 +287,7 @@ class Family:
         return f"{self.parts[kind].place(index)}.{described}" if kind in self.parts else described
 
     def hugging_face_name(self, model: Model, layer: str, parameter: str) -> str:
-        """The stock model's name of a parameter, or of the one that it is a replica of."""
+        """Return the stock model's name of a parameter, or of the parameter that it replicates."""
         kind, _ = self._place(model, layer)
         shared = self.shared.get(parameter) if kind in self.parts else None
         return self.full_name(model, layer, parameter) if shared is None else shared.format(kind=kind)
@@ -310,12 +310,12 @@ class Family:
         return tuple(dict.fromkeys(self.owner_name(model, name, p.name) for name, p in parameters))
 
     def described_name(self, kind: str, parameter: str) -> str:
-        """The model description's name of a layer's parameter, the one that transformers stores it under."""
+        """Return the description's name of a layer's parameter, under which transformers stores it."""
         return self._stored.get(parameter, parameter)
 
     @cached_property
     def _stored(self) -> dict[str, str]:
-        """The parameters of the head that alias another name of the head."""
+        """Return the head's parameters that are aliases of another parameter of the head."""
         pairs = (self.stock._tied_weights_keys or {}).items()
         return {tied: name for tied, name in pairs if not _within(name, self.embedding) and _within(tied, self.head)}
 
@@ -327,7 +327,7 @@ class Family:
         return base_type(model.layers[number]), self.index(model.layers, number)
 
     def module(self, stock: Any, kind: str, index: int) -> nn.Module:
-        """The modules of a layer of a type, taken out of a stock model."""
+        """Return the modules of a layer of a type, taken from a stock model."""
         if kind == EMBEDDING:
             return Pieces(stock, self.embedding, self.embed)
         return Pieces(stock, self.head, self._loss) if kind == HEAD else self.block(stock, kind, index)

@@ -82,14 +82,14 @@ class Roberta(Bert):
         return rows[:, held]
 
     def normed(self, pieces: Pieces, states: States) -> Tensor:
-        """The last states, transformed and normed."""
+        """Return the last hidden states, transformed and normed."""
         dense, norm = (pieces.get_submodule(path) for path in self.head[:-1])
         normed: Tensor = norm(gelu(dense(states[-1])))
         return normed
 
 
 class ModernBert(Family):
-    """The ModernBERT family: queries, keys and values in one column-parallel matrix, gate and input in another."""
+    """The ModernBERT family: fused column-parallel matrices for queries, keys and values, and for gate and input."""
 
     embedding = ("model.embeddings",)
     head = ("model.final_norm", "head", "decoder")
@@ -105,12 +105,12 @@ class ModernBert(Family):
     objective = Masked
 
     def embed(self, pieces: Pieces, batch: Batch) -> States:
-        """The tokens' rows, normed."""
+        """Return the tokens' rows, normed."""
         stock: Any = pieces.get_submodule("model.embeddings")
         return (stock(inputs_embeds=token_embedding(stock.tok_embeddings, batch["tokens"], pieces.tensor_parallel)),)
 
     def block(self, stock: Any, kind: str, index: int) -> nn.Module:
-        """The block of a type, wherever it is in a model; only the first type does not norm its input."""
+        """Return the block of a type, wherever it is in a model; only the first type does not norm its input."""
         block: Any = super().block(stock, kind, index)
         if kind == FIRST:
             block.attn_norm = nn.Identity()
@@ -119,6 +119,6 @@ class ModernBert(Family):
         return block  # type: ignore[no-any-return]
 
     def angles(self, rotary: nn.Module, kind: str, example: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """The angles for a type of block; types with a window have another base."""
+        """Return the rotary angles for a type of block; types with a window have another base."""
         angles: tuple[Tensor, ...] = rotary(example, positions, SLIDING if kind == SLIDING else FULL)
         return angles

@@ -112,7 +112,7 @@ def check_sizes(config: Any, family: Family, sequence_length: int) -> None:
 
 
 def _check_rotary(parameters: Mapping[str, Any] | None, further: set[str]) -> None:
-    """Raise ValueError naming a rotary key that is neither one of all families' nor a `further` one."""
+    """Raise ValueError naming a rotary key that is neither common to all families nor a `further` one."""
     if parameters is None:
         return
     if parameters and all(isinstance(each, Mapping) for each in parameters.values()):  # one of each type of block

@@ -17,7 +17,7 @@ from shardwright_train.parallel.sharding_rules import cuts
 
 
 def describe(family: Family, config: dict[str, Any], name: str, sequence_length: int | None) -> Model:
-    """Describe the model of a config.json for samples of a length in tokens; None: the usual one.
+    """Describe the model of a config.json for samples of a length in tokens; None: the default length.
 
     Raises ValueError saying what in the configuration cannot be trained.
     """
@@ -31,7 +31,7 @@ def describe(family: Family, config: dict[str, Any], name: str, sequence_length:
             facts, facts.completed(facts.of_layer(EMBEDDING, facts.configured(vars(parsed))))
         )
     if sequence_length is None:
-        raise BadInput("--sequence-length", "config.json does not say how long samples are", "give it, in tokens")
+        raise BadInput("--sequence-length", "config.json does not state the sample length", "give it, in tokens")
     check_sizes(parsed, facts, sequence_length)
     stock = family.skeleton(parsed)
     family.objective.from_config(stock.config, sequence_length)
@@ -58,7 +58,7 @@ def _parameters(family: Family, layer: str, module: nn.Module) -> tuple[Paramete
 
 
 def _products(module: nn.Module, facts: Facts) -> int:
-    """The number of elements of the matrices, but not of a router's, which is counted with its experts."""
+    """Return the number of elements of the matrices, without a router's, which is counted with its experts."""
     router = None if facts.experts is None else facts.experts.router
     bare = sum(p.numel() for name, p in module.named_parameters() if name in facts.stock.matrices)
     parts = (part for name, part in module.named_modules() if name != router)

@@ -47,9 +47,9 @@ class T5(Family):
     normed_behind = ("encoder",)
 
     def block(self, stock: Any, kind: str, index: int) -> nn.Module:
-        """A stock block with replicas of the parameters that the stock model has once in a stack.
+        """Return a stock block with replicas of the parameters that the stock model has once in a stack.
 
-        They are the position bias of the first block and, in the encoder, the norm behind the last, which alone applies
+        They are the position bias of the first block and, in the encoder, the norm after the last, which alone applies
         it, inside the block: its parameters are whole nowhere else.
         """
         stack: Any = stock.get_submodule(kind)
@@ -69,7 +69,7 @@ class T5(Family):
         return super().normed(pieces, states) * (config.d_model**-0.5 if config.scale_decoder_outputs else 1.0)
 
     def call(self, block: nn.Module, states: States, batch: Batch, constants: dict[str, Any]) -> States:
-        """Run a block on its stack's states, and pass the other stack's states through."""
+        """Run a block on its stack's hidden states, and pass the other stack's states through."""
         encoded, decoded = states
         if not block.is_decoder:
             return block(encoded), decoded
@@ -79,7 +79,7 @@ class T5(Family):
         return encoded, block(decoded, mask, encoder_hidden_states=encoded, encoder_decoder_position_bias=zero)
 
     def keeps_last_sum(self, kind: str, config: Any, compute: str) -> bool:
-        """Whether a value after the last sum is kept: in float16 stock blocks end in a bound of their states."""
+        """Return whether backward needs a value after the last sum: float16 stock blocks end with a clamp."""
         return compute == "float16" or super().keeps_last_sum(kind, config, compute)
 
     def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
@@ -120,7 +120,7 @@ class Whisper(Family):
     counted_per_rank = ("num_heads",)
 
     def configured(self, config: Mapping[str, Any]) -> Any:
-        """The configuration; the decoder has as many positions as a sample."""
+        """Return the configuration, with as many decoder positions as a sample has."""
         configured = super().configured({key: x for key, x in config.items() if key != "max_position_embeddings"})
         configured.max_position_embeddings = configured.max_target_positions
         return configured
@@ -162,7 +162,7 @@ class Whisper(Family):
         return block  # type: ignore[no-any-return]
 
     def call(self, block: nn.Module, states: States, batch: Batch, constants: dict[str, Any]) -> States:
-        """Run a block on its stack's states, and pass the other stack's states through."""
+        """Run a block on its stack's hidden states, and pass the other stack's states through."""
         encoded, decoded = states
         if not hasattr(block, "encoder_attn"):
             return block(encoded), decoded

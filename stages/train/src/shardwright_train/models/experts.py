@@ -33,7 +33,7 @@ from shardwright_train.parallel.tensor import TensorParallel
 
 
 class Choice(NamedTuple):
-    """The choice of a router."""
+    """The experts that a router chose, and their weights."""
 
     probabilities: Tensor
     """Probabilities of all experts [positions, experts], in float32 or wider."""
@@ -87,7 +87,7 @@ def _wide_format(x: Tensor) -> torch.dtype:
 
 
 class _Widened(torch.autograd.Function):
-    """A product in float32 or wider, which keeps its inputs as they are."""
+    """A matrix product in float32 or wider that saves its inputs in their own format."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, matrix: Tensor) -> Tensor:
@@ -104,9 +104,9 @@ class _Widened(torch.autograd.Function):
 
 
 class Sparse(Llama):
-    """Llama's rules, and experts that are split over ranks whole or by features.
+    """Llama's rules, and experts that are sharded over ranks, whole or by features.
 
-    The stock modules hold the parameters; what they compute is written anew, without the stock's loop over experts.
+    The stock modules hold the parameters; what they compute is rewritten, without the stock's loop over experts.
     """
 
     parts = dict.fromkeys((DENSE, SPARSE), Llama.parts[BLOCK])
@@ -139,14 +139,14 @@ class Sparse(Llama):
         return block
 
     def parts_of(self, kind: str, strategy: Strategy) -> Parts | None:
-        """The parts of a type of block; if ranks share experts out, these do not need all positions."""
+        """Return the parts of a type of block; with expert parallelism, the expert part does not need all positions."""
         parts = super().parts_of(kind, strategy)
         if parts is None or not shares_experts(strategy):
             return parts
         return parts._replace(products=(*parts.attention, *self.always))
 
     def units(self, kind: str, strategy: Strategy) -> Mapping[str, Strategy]:
-        """The strategy of the experts if it is another than the layer's."""
+        """Return the strategy of the experts if it differs from the layer's."""
         grid = strategy.expert_grid if isinstance(strategy, LayerStrategy) else None
         return {} if grid is None else {f"{self.part}.experts": grid}
 
@@ -176,13 +176,13 @@ class Sparse(Llama):
         return chosen(x, routing_matrix(part.gate), part.gate.top_k, getattr(part.gate, "norm_topk_prob", True))
 
     def compute(self, part: Any, hidden: Tensor) -> Any:
-        """What the stock feed-forward part does for states [samples, positions, hidden]."""
+        """Return the output of the stock feed-forward part for states [samples, positions, hidden]."""
         return (_forward(part, hidden), None) if self.returns_scores else _forward(part, hidden)
 
     def compute_experts(
         self, experts: Any, rows: Tensor, weights: "Unseen", counts: Counts, recomputation: Recomputation
     ) -> Tensor:
-        """The weighted results of experts for rows sorted by expert, for this rank's features only.
+        """Return the weighted results of experts for rows sorted by expert, for this rank's features only.
 
         Rows are weighted before the last product, which is linear: so its results need not be kept.
         """
@@ -204,7 +204,7 @@ class Sparse(Llama):
 
 
 class Unseen:
-    """A tensor that goes into or out of a module, hidden from FSDP2.
+    """A tensor passed into or out of a module, hidden from FSDP2's hooks.
 
     Weights of experts' results stay in float32, whatever format experts compute in. The gradient of a block's loss
     follows that of its output, whose nodes autograd works on first since they are younger: if FSDP2 hears of both it
@@ -270,7 +270,7 @@ def _forward(part: Any, hidden: Tensor) -> Tensor:
 
 
 def _with_shared(part: Any, hidden: Tensor, results: Tensor, leave: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """The results plus the shared experts' results, which `leave` sums over ranks; None: all are summed later."""
+    """Return the results plus the shared experts' results, which `leave` sums over ranks; None: summed later."""
     if (shared := getattr(part, "shared_experts", getattr(part, "shared_expert", None))) is None:
         return results
     always: Tensor = shared(hidden)
@@ -284,7 +284,7 @@ def _counts(index: Tensor, experts: int) -> Tensor:
 
 
 def _loss(probabilities: Tensor, counts: Tensor, tensor_parallel: TensorParallel, is_outside: bool) -> Tensor:
-    """This rank's part of the balance loss, or all of it if ranks hold replicas of the states.
+    """Return this rank's part of the load-balancing loss, or all of it if ranks hold replicas of the states.
 
     `is_outside`: each rank has its positions between regions, not those of its tensor-parallel group.
     """
@@ -379,7 +379,7 @@ class DeepseekV3(DeepseekV2):
 
 
 class Llama4(Sparse):
-    """Experts whose inputs are weighted, with a shared one for all positions; heads are rotated in pairs."""
+    """Experts whose inputs are weighted, with a shared expert for all positions; rotary positions use complex pairs."""
 
     parts = dict.fromkeys(TYPES, Parts("model.layers", attention=("self_attn",), mlp=("feed_forward",)))
     plan = {
@@ -409,7 +409,7 @@ class Llama4(Sparse):
         return recomputation.product(expert_products, up * experts.act_fn(gate), last, counts)
 
     def constants(self, model: Model, kind: str, places: Places, *others: Any) -> dict[str, Any]:
-        """The constants of all families; raises BadInput for parts of a sequence if queries are scaled by position.
+        """Return the usual constants; raise BadInput for parts of a sequence if queries are scaled by position.
 
         Stock blocks that do not rotate count positions from the first that they are given.
         """

@@ -1,4 +1,4 @@
-"""How hidden states flow through a stock model: whether its blocks can run one by one, away from embedding and head.
+"""The flow of hidden states through a stock model: whether its blocks can run one by one on different ranks.
 
 A pass over fake tensors follows what each tensor was made from. A model can be taken apart if each of its blocks is
 given the states that the block before it gave, unchanged, and else only what follows from the tokens' number or values
@@ -70,23 +70,23 @@ class Flow(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """The dim of the states that counts samples."""
+        """Return the dim of the hidden states that counts samples."""
         return self.states.each.index(1)
 
     @property
     def _is_usual(self) -> bool:
-        """Whether states are [samples, positions, features] as they are."""
+        """Return whether the hidden states are already [samples, positions, features]."""
         return self.samples == 0 and len(self.states.each) == _USUAL_DIMS
 
     def handed_on(self, states: Tensor, length: int) -> Tensor:
-        """The states of a block [samples, positions, features], whatever form the stock model gives them."""
+        """Return a block's hidden states as [samples, positions, features], from the stock model's form."""
         if self._is_usual and states.shape[1] == length:
             return states
         moved = states.movedim(self.samples, 0)
         return moved.reshape(len(moved), length, -1).clone()  # a view would be no output of a pipeline stage
 
     def given(self, states: Tensor) -> Tensor:
-        """States [samples, positions, features] in the form that the stock model's blocks are given."""
+        """Return hidden states [samples, positions, features] in the form that the stock model's blocks take."""
         inner = [fixed for fixed, each in zip(self.states.fixed, self.states.each, strict=True) if not each]
         if self._is_usual and [*states.shape[1:]] == inner:
             return states
@@ -132,7 +132,7 @@ def flow_of_config(encoded: bytes, kind: str, length: int) -> Flow:
 
 
 def _shape(one: Tensor | None, other: Tensor | None) -> Shape | None:
-    """The shape of a tensor for any number of samples, from two of these."""
+    """Return the shape of a tensor for any number of samples, inferred from two examples."""
     if one is None or other is None:
         return None
     few, more = _TRIED
@@ -142,7 +142,7 @@ def _shape(one: Tensor | None, other: Tensor | None) -> Shape | None:
 
 
 class _Observed(NamedTuple):
-    """What a pass showed."""
+    """What a pass over fake tensors showed about a stock model."""
 
     place: int | str
     states: Tensor
@@ -154,7 +154,7 @@ class _Observed(NamedTuple):
 
 
 def _check_apart(whole: Whole) -> None:
-    """Raise ValueError for parameters that several blocks share, or that stand beside the list of blocks."""
+    """Raise ValueError for parameters that several blocks share, or that are next to the list of blocks."""
     owners: dict[int, int] = {}
     for number, block in enumerate(whole.blocks):
         for name, parameter in block.named_parameters():
@@ -167,7 +167,7 @@ def _check_apart(whole: Whole) -> None:
 
 
 class _Labels(TorchDispatchMode):
-    """A mode that notes of each tensor what it was made from, by its memory."""
+    """A mode that records from which inputs each tensor was computed, by its memory."""
 
     def __init__(self, whole: Whole, last: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -186,17 +186,17 @@ class _Labels(TorchDispatchMode):
         self._alive.append(tensor)  # so that no other one takes its place in memory
 
     def of(self, tensor: Tensor) -> frozenset[_Label]:
-        """The labels of a tensor."""
+        """Return the labels of a tensor."""
         return self._of.get(storage_key(tensor), frozenset())
 
     def of_all(self, tensors: Iterable[Tensor]) -> frozenset[_Label]:
-        """The labels of any of some tensors."""
+        """Return the labels of all of these tensors."""
         return frozenset(chain.from_iterable(map(self.of, tensors)))
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call an operator, and label what it gives."""
+        """Call an operator, and label its results with the labels of its inputs."""
         kwargs = kwargs or {}
         result = operator(*args, **kwargs)
         name = operator.name().partition(".")[0].partition("::")[2]
@@ -212,7 +212,7 @@ class _Labels(TorchDispatchMode):
 
 
 def _observed(whole: Whole, samples: int, length: int) -> _Observed:
-    """Call the stock model; of each class of blocks the first runs, of the others only the form is given."""
+    """Call the stock model on fake tensors; of each class of blocks only the first runs."""
     last, labels = len(whole.blocks) - 1, _Labels(whole, len(whole.blocks) - 1)
     places, seen, order = list[int | str](), list[Tensor](), list[int]()
     forms: dict[Any, tuple[int, tuple[Tensor | None, ...] | None]] = {}
@@ -297,7 +297,7 @@ def _observed(whole: Whole, samples: int, length: int) -> _Observed:
 
 
 def _form(output: Any, states: Tensor) -> tuple[int, tuple[Tensor | None, ...] | None]:
-    """Where a block's output has the states, and what else it has."""
+    """Return the index of the hidden states in a block's output, and its other outputs."""
     if isinstance(output, Tensor):
         return 0, None
     if not isinstance(output, tuple | list):
@@ -309,7 +309,7 @@ def _form(output: Any, states: Tensor) -> tuple[int, tuple[Tensor | None, ...] |
 
 
 def _tensors(nested: object) -> Iterator[Tensor]:
-    """Yield the tensors in containers, and in the objects of transformers within them."""
+    """Yield the tensors in containers, including those in transformers' objects."""
     for leaf in tree_leaves(nested):
         if isinstance(leaf, Tensor):
             yield leaf

@@ -81,7 +81,7 @@ def clamped_swiglu(gate_up: Tensor, weights: Tensor, limit: float, alpha: float)
 
 
 class _Gated(torch.autograd.Function):
-    """An activation that only keeps its input."""
+    """A gated activation that saves only its input."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, weights: Tensor, limit: float, alpha: float) -> Tensor:
@@ -124,7 +124,7 @@ class GptOss(Sparse):
     returns_scores = True
 
     def block(self, stock: Any, kind: str, index: int) -> nn.Module:
-        """A stock block; before transformers 5.20 its experts clamp at 7.0, whatever the configuration says."""
+        """Return a stock block; before transformers 5.20 its experts clamp at 7.0, regardless of the configuration."""
         block = super().block(stock, kind, index)
         experts: Any = block.get_submodule("mlp.experts")
         experts.limit = getattr(stock.config, "swiglu_limit", _PUBLISHED_LIMIT)

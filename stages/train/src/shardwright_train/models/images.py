@@ -34,7 +34,7 @@ class ViT(Family):
     counted_per_rank = ("num_attention_heads",)
 
     def embed(self, pieces: Pieces, batch: Batch) -> States:
-        """The embedding of class and patches: every rank computes all positions and keeps its own."""
+        """Return the embedding of class token and patches; every rank computes all positions and keeps its own."""
         stock: Any = pieces.get_submodule("vit.embeddings")
         # Images are read in float32.
         states = stock(batch["pixel_values"].to(stock.cls_token.dtype))
@@ -56,7 +56,7 @@ class Siglip(ViT):
     objective = ClassificationOfAll
 
     def configured(self, config: Mapping[str, Any]) -> Any:
-        """The configuration; it has the attributes of the vision tower's, whose keys may also be top ones."""
+        """Return the configuration, with the vision tower's attributes, which may also be top-level keys."""
         outer, vision = dict(config), dict(config.get(VISION) or {}) | {"vision_use_head": False}
         vision |= {key: outer.pop(key) for key in _VISION_KEYS & outer.keys()}
         parse(SiglipVisionConfig, vision, self.facts)  # names an unknown key
@@ -73,7 +73,7 @@ class Siglip(ViT):
             nn.init.normal_(modules[path].weight, std=drawn[path] * config.hidden_size**-0.5)
 
     def embed(self, pieces: Pieces, batch: Batch) -> States:
-        """The embedding of patches: every rank computes all positions and keeps its own."""
+        """Return the embedding of patches; every rank computes all positions and keeps its own."""
         stock: Any = pieces.get_submodule("vision_model.embeddings")
         table = stock.position_embedding.weight
         patches = stock.patch_embedding(batch["pixel_values"].to(table.dtype)).flatten(2).transpose(1, 2)
@@ -88,7 +88,7 @@ class Siglip(ViT):
 
 
 class Swin(Family):
-    """The Swin family: as ViT's, column-parallel position bias; what merges patches is replicated."""
+    """The Swin family: sharded as ViT, with a column-parallel position bias; patch merging is replicated."""
 
     embedding = ("swin.embeddings",)
     head = ("swin.layernorm", "classifier")
@@ -106,7 +106,7 @@ class Swin(Family):
     counted_per_rank = ("num_attention_heads",)
 
     def embed(self, pieces: Pieces, batch: Batch) -> States:
-        """The embedding of patches: every rank computes all positions and keeps its own."""
+        """Return the embedding of patches; every rank computes all positions and keeps its own."""
         stock: Any = pieces.get_submodule("swin.embeddings")
         states, _ = stock(batch["pixel_values"].to(stock.norm.weight.dtype))
         return (states[:, pieces.tensor_parallel.positions(states.shape[1])].clone(),)
@@ -116,7 +116,7 @@ class Swin(Family):
         return pieces.through(self.head[:1], states[-1]).mean(1, keepdim=True)
 
     def block(self, stock: Any, kind: str, index: int) -> Any:
-        """A block, or a patch merging, that is given the height and width of its input image."""
+        """Return a block, or a patch merging, with the height and width of its input image set."""
         block: Any = super().block(stock, kind, index)
         if kind in MERGES:
             block.input_resolution = [side >> MERGES.index(kind) for side in stock.swin.embeddings.patch_grid]

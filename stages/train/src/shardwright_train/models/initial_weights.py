@@ -1,4 +1,4 @@
-"""Initial weights: each is a function only of seed, parameter and position, so a rank computes just what it holds."""
+"""Initial weights as a function of seed, parameter and position, so that a rank computes only its own shard."""
 
 import hashlib
 import math
@@ -46,7 +46,7 @@ class Normal:
     std: float
 
     def transform(self, uniform: Tensor) -> Tensor:
-        """This distribution's numbers for uniform ones [2, n] in (0, 1)."""
+        """Return numbers of this distribution for uniform ones [2, n] in (0, 1)."""
         radius, angle = uniform[0].log_().mul_(-2.0).sqrt_().mul_(self.std), uniform[1].mul_(2.0 * math.pi)
         return torch.stack((radius * angle.cos(), radius * angle.sin())).add_(self.mean)
 
@@ -61,7 +61,7 @@ class TruncatedNormal:
     high: float
 
     def transform(self, uniform: Tensor) -> Tensor:
-        """This distribution's numbers for uniform ones [2, n] in (0, 1)."""
+        """Return numbers of this distribution for uniform ones [2, n] in (0, 1)."""
         below, above = (math.erfc((self.mean - x) / self.std / math.sqrt(2)) / 2 for x in (self.low, self.high))
         share = uniform.mul_(above - below).add_(below)
         normal: Tensor = torch.special.ndtri(share)
@@ -76,13 +76,13 @@ class Uniform:
     high: float
 
     def transform(self, uniform: Tensor) -> Tensor:
-        """This distribution's numbers for uniform ones [2, n] in (0, 1)."""
+        """Return numbers of this distribution for uniform ones [2, n] in (0, 1)."""
         return uniform.mul_(self.high - self.low).add_(self.low)
 
 
 @dataclass(frozen=True)
 class Given:
-    """Values of a whole parameter."""
+    """Given values of a whole parameter."""
 
     values: Tensor
 
@@ -103,7 +103,7 @@ Box = Sequence[tuple[int, int]]
 
 
 def fill(target: Tensor, fillings: Sequence[Filling], shape: Sequence[int], box: Box, *key: object) -> None:
-    """Fill a tensor, on any device, with its part `box` of a parameter of a `shape`, drawn under a key.
+    """Fill a tensor, on any device, with its block `box` of a parameter of a `shape`, drawn for a key.
 
     An element's number in the parameter is what Philox (Salmon et al. 2011) counts with, under the key's SHA-256,
     whatever the box: what the box does not hold is not drawn.
@@ -214,7 +214,7 @@ def with_low_rank(module: nn.Module, model: Model, layer: str) -> nn.Module:
 
 
 def low_rank_fillings(module: nn.Module, model: Model) -> Mapping[str, tuple[Filling, ...]]:
-    """How peft fills low-rank matrices, by their names in a layer's module.
+    """Return how peft fills low-rank matrices, by their names in a layer's module.
 
     A has what a Linear of torch has, uniform in +-1/sqrt(inputs) (He et al. 2015, with a = sqrt(5)). B is zeros.
     """

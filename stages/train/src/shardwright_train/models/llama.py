@@ -40,7 +40,7 @@ class Cohere(Llama):
     plan = Llama.plan | dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), Rule("cut", dim=0))
 
     def logits(self, pieces: Pieces, inputs: Tensor) -> Tensor:
-        """The logits, scaled as the configuration says."""
+        """Return the logits, scaled as configured."""
         scale: float = pieces.config.logit_scale
         return super().logits(pieces, inputs) * scale
 
@@ -49,18 +49,18 @@ class Granite(Llama):
     """Llama with scaled embeddings and logits; the stock blocks scale scores and sums."""
 
     def embed(self, pieces: Pieces, batch: Batch) -> States:
-        """The embedding, multiplied as the configuration says."""
+        """Return the embedding, multiplied as configured."""
         (rows,) = super().embed(pieces, batch)
         return (rows * pieces.config.embedding_multiplier,)
 
     def logits(self, pieces: Pieces, inputs: Tensor) -> Tensor:
-        """The logits, divided as the configuration says."""
+        """Return the logits, divided as configured."""
         scaling: float = pieces.config.logits_scaling
         return super().logits(pieces, inputs) / scaling
 
 
 class Ministral(Llama):
-    """Llama with a stock class that must be given the width of a head."""
+    """Llama with a stock class that needs an explicit head dimension."""
 
     def configured(self, config: Mapping[str, Any]) -> Any:
         """The configuration; heads have their share of the hidden states' features by default."""
@@ -91,7 +91,7 @@ class SmolLM3(Llama):
     parts = dict.fromkeys((ROTATED, UNROTATED), Llama.parts[BLOCK])
 
     def configured(self, config: Mapping[str, Any]) -> Any:
-        """The configuration; raises ValueError if a layer has a window, which only its type may give it."""
+        """Return the configuration; raise ValueError if layer_types lists a layer with a window."""
         if "sliding_attention" in (config.get("layer_types") or ()):
             raise ValueError("layer_types 'sliding_attention' cannot be trained: attention is whole")
         return super().configured(config)
@@ -101,7 +101,7 @@ class SmolLM3(Llama):
 
 
 class Gemma2(Llama):
-    """Llama with scaled embeddings and bounded logits; the stock blocks have the rest."""
+    """Llama with scaled embeddings and soft-capped logits; the stock blocks contain the other differences."""
 
     def module(self, stock: Any, kind: str, index: int) -> nn.Module:
         """The modules of a layer, with a plain embedding table: `embed` scales its rows."""
@@ -128,7 +128,7 @@ class Gemma3(Gemma2):
     """Gemma 2 with rotation angles that differ by type of block."""
 
     def angles(self, rotary: nn.Module, kind: str, example: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """The cosines and sines of a type of block."""
+        """Return the cosines and sines of a type of block."""
         angles: tuple[Tensor, ...] = rotary(example, positions, base_type(kind))
         return angles
 
@@ -138,10 +138,10 @@ class Gemma3(Gemma2):
 
 
 class NormedHead(nn.Linear):
-    """A matrix whose rows are made unit vectors before they are multiplied."""
+    """A linear layer whose rows are normalized to unit length before the product."""
 
     def forward(self, states: Tensor) -> Tensor:
-        """The products with the rows."""
+        """Return the products of the states with the normalized rows."""
         return nn.functional.linear(states, nn.functional.normalize(self.weight))
 
 
@@ -155,7 +155,7 @@ class Baichuan(Llama):
         return parsed
 
     def skeleton(self, config: Any) -> Any:
-        """Llama's stock model, with Baichuan 2's head if the configuration has it."""
+        """Return Llama's stock model, with Baichuan 2's head if the configuration has it."""
         stock = super().skeleton(config)
         if self.facts.norm.of_head(vars(config)):
             rows, features = stock.lm_head.weight.shape

@@ -66,7 +66,7 @@ class Llava(Family):
     """Configuration class and facts of the language model."""
 
     def configured(self, config: Mapping[str, Any]) -> Any:
-        """The configuration of the blocks that compute something; it has the attributes of the text's, too."""
+        """Return the configuration without unused blocks; it also has the attributes of the text model's."""
         read = self.facts.configured(config)
         if (wrong := self.facts.keys.wrong(read)) is not None:
             raise ValueError(wrong)
@@ -93,7 +93,7 @@ class Llava(Family):
         return configured
 
     def normalized(self, read: Mapping[str, Any]) -> dict[str, Any]:
-        """Changes to a configuration so that its tower ends with the block whose states are taken."""
+        """Return changes to a configuration that end its tower with the block whose states are used."""
         return {"vision_feature_layer": -1, "image_seq_length": image_tokens(read)}
 
     def module(self, stock: Any, kind: str, index: int) -> nn.Module:
@@ -108,7 +108,7 @@ class Llava(Family):
         return pieces
 
     def block(self, stock: Any, kind: str, index: int) -> nn.Module:
-        """A stock block, or the projector, which keeps the tower's last norm: nothing here asks for it."""
+        """Return a stock block, or the projector with the tower's last norm, which is not used here."""
         block: Any = super().block(stock, kind, index)
         block.of_tower, block.images = kind == TOWER, getattr(stock.config, IMAGES, 1)
         if kind == PROJECTOR:
@@ -118,7 +118,7 @@ class Llava(Family):
         return block  # type: ignore[no-any-return]
 
     def initialize(self, model: Model, module: nn.Module) -> None:
-        """Give a whole layer the initial weights of transformers, the tower's by its own class."""
+        """Fill a whole layer with the initial weights of transformers; the tower's come from its own class."""
         stock = self.stock_model(model)
         within = [part for name, part in module.named_modules() if name == VISION_TOWER]
         within += [module] if getattr(module, "of_tower", False) else []
@@ -131,11 +131,11 @@ class Llava(Family):
             module.apply(start)
 
     def keeps_last_sum(self, kind: str, config: Any, compute: str) -> bool:
-        """Whether the result of the last product is kept: where the projector merges its states into a text's."""
+        """Return whether backward needs the result of the last product, as the projector's, merged into a text."""
         return kind == PROJECTOR or super().keeps_last_sum(kind, config, compute)
 
     def may_lack(self, model: Model, name: str) -> bool:
-        """Whether a tensor belongs to a block of the tower after the one whose states are taken."""
+        """Return whether a tensor belongs to a block of the tower after the one whose states are used."""
         blocks = self.parts[TOWER].path
         number = name.removeprefix(f"{blocks}.").partition(".")[0]
         taken = sum(base_type(kind) == TOWER for kind in model.layers)
@@ -210,7 +210,7 @@ class Gemma3Images(Llava):
         return module
 
     def block(self, stock: Any, kind: str, index: int) -> nn.Module:
-        """A stock block, or the projector, which norms what the tower's last block gives."""
+        """Return a stock block, or the projector, which norms the output of the tower's last block."""
         block = super().block(stock, kind, index)
         if kind == PROJECTOR:
             block.post_layernorm.requires_grad_(True)
@@ -218,12 +218,12 @@ class Gemma3Images(Llava):
         return block
 
     def embed(self, pieces: Pieces, batch: Batch) -> States:
-        """The states of patches and of tokens, these scaled by the root of the number of features."""
+        """Return the states of patches and of tokens, the latter scaled by the square root of the width."""
         image, text = super().embed(pieces, batch)
         return image, text * torch.tensor(pieces.config.text_config.hidden_size**0.5).to(text.dtype)
 
     def angles(self, rotary: nn.Module, kind: str, example: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """The cosines and sines of a type of block."""
+        """Return the cosines and sines of a type of block."""
         angles: tuple[Tensor, ...] = rotary(example, positions, base_type(kind))
         return angles
 

@@ -18,7 +18,7 @@ _HELD: WeakValueDictionary[tuple[object, ...], Tensor] = WeakValueDictionary()
 
 
 class Places(NamedTuple):
-    """The places of a sample held by a rank, if a plan changes the order of positions."""
+    """A rank's places in a sample, and the positions at all places if a plan changes their order."""
 
     length: int
     computed: slice
@@ -34,7 +34,7 @@ class Places(NamedTuple):
         return cls(length, slice(0, length), slice(0, length))
 
     def positions(self, device: torch.device) -> Tensor:
-        """The positions [s] at all places."""
+        """Return the positions [s] at all places."""
         return torch.arange(self.length, device=device) if self.order is None else self.order
 
     def pairs(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -44,7 +44,7 @@ class Places(NamedTuple):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What a mask for these places is known by."""
+        """Return a cache key for masks of these places."""
         rows, order = self.attending, self.order
         return self.length, rows.start, rows.stop, None if order is None else tuple(order.tolist())
 
@@ -59,10 +59,10 @@ def shared_mask(window: int | None, attending: slice) -> str:
 
 
 def mask_for(mask: Mask, states: Tensor, batch: Batch, constants: Mapping[str, Any]) -> Tensor | None:
-    """The mask of a block for states [b, s, h]; a causal one covers all positions of the tokens.
+    """Return the mask of a block for states [b, s, h]; a causal one covers all positions of the tokens.
 
     `constants`: the block's kernel, its window and places, and the mask of the window or of slopes, or None. A kernel
-    that attends to other ranks' positions makes a causal mask itself, and is told the documents alone.
+    that attends to other ranks' positions makes a causal mask itself, and receives only the documents.
     """
     if (shared := batch.get(shared_mask(constants["window"], constants["places"].attending))) is not None:
         return shared
@@ -78,7 +78,7 @@ def mask_for(mask: Mask, states: Tensor, batch: Batch, constants: Mapping[str, A
 
 
 def causal_mask(states: Tensor, tokens: Tensor, kernel: str) -> Tensor | None:
-    """The causal mask added to scores [b, heads, s, s] for the eager kernel.
+    """Return the causal mask to add to scores [b, heads, s, s] for the eager kernel.
 
     None for others, which are causal without it.
     """
@@ -90,9 +90,9 @@ def causal_mask(states: Tensor, tokens: Tensor, kernel: str) -> Tensor | None:
 
 
 def window_mask(places: Places, window: int, example: Tensor, mask: Mask) -> Tensor:
-    """The mask [1, 1, q, s] to add to scores so that positions attend to `window`, themselves the last.
+    """Return the mask [1, 1, q, s] to add to scores for a window of `window` positions up to each position.
 
-    Where the family's `mask` is not causal, they attend to as many behind them. It is in the dtype and on the device of
+    If the family's `mask` is not causal, they attend to as many after them. It is in the dtype and on the device of
     `example`; as long as one exists, it is returned again.
     """
     behind = 0 if mask is Mask.CAUSAL else window - 1
@@ -107,7 +107,7 @@ def window_mask(places: Places, window: int, example: Tensor, mask: Mask) -> Ten
 
 
 def alibi_mask(places: Places, slopes: Sequence[float], example: Tensor) -> Tensor:
-    """The causal mask [1, heads, q, s] to add to scores so that they fall with the distance, by heads' slopes.
+    """Return the causal mask [1, heads, q, s] to add to scores for ALiBi, with the heads' slopes.
 
     It is in the dtype and on the device of `example`; as long as one exists, it is returned again.
     """
@@ -132,7 +132,7 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 def document_mask(documents: Tensor, dtype: torch.dtype, padding: Tensor | None, places: Places) -> Tensor:
-    """The mask to add to scores [b, heads, q, s] so that each position attends only to its own document.
+    """Return the mask to add to scores [b, heads, q, s] so that each position attends only to its own document.
 
     documents [b, s] number them; causal if there is no `padding` [b, s], which is false on what stands for nothing.
     """
@@ -149,13 +149,13 @@ def document_mask(documents: Tensor, dtype: torch.dtype, padding: Tensor | None,
 def image_masks(
     batch: Batch, config: Mapping[str, Any], wanted: Sequence[tuple[int | None, Places]], dtype: torch.dtype
 ) -> Batch:
-    """The shared masks of a microbatch for some windows, in which positions of an image see all of it."""
+    """Return the shared masks of a micro-batch for some windows, in which positions of an image attend to all of it."""
     inside = batch["tokens"] == config["image_token_index"]
     return {shared_mask(window, places.attending): image_mask(inside, window, dtype) for window, places in wanted}
 
 
 def image_mask(inside: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """The causal mask [b, 1, s, s] to add to scores, in which positions of an image see all of it.
+    """Return the causal mask [b, 1, s, s] to add to scores, in which positions of an image attend to all of it.
 
     `inside` [b, s] is true on these; images that touch are one, as in transformers. A window hides what lies further
     before a position.
@@ -172,7 +172,7 @@ def image_mask(inside: Tensor, window: int | None, dtype: torch.dtype) -> Tensor
 
 
 def padding_mask(mask: Tensor, dtype: torch.dtype, kernel: str) -> Tensor:
-    """A kernel's form of a mask [b, s] that is false on padding.
+    """Return a mask [b, s] that is false on padding in a kernel's form.
 
     flash_attention_2 takes it as it is; the others add [b, 1, 1, s] to their scores.
     """

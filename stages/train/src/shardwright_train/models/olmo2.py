@@ -4,7 +4,7 @@ from shardwright_train.models.llama import Llama
 
 
 class Olmo2(Llama):
-    """Llama with blocks whose heads the ranks cannot share out."""
+    """Llama with blocks whose heads cannot be sharded."""
 
     plan = {
         **Llama.plan,

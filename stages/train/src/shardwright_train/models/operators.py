@@ -1,4 +1,4 @@
-"""Operators and kept tensors of a pass, by layer: what each multiplies, gives and keeps for the backward pass."""
+"""Operators and saved tensors of a pass, by layer: operations, outputs, and tensors saved for the backward pass."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -48,7 +48,7 @@ _PRODUCTS: Mapping[str, Callable[..., int]] = {"_grouped_mm": _grouped}
 
 
 class Seen:
-    """What a layer was seen to do in one pass over one sample."""
+    """Operators and tensors of one layer, recorded in one pass over one sample."""
 
     def __init__(self, module: nn.Module) -> None:
         tensors = [*module.parameters(), *module.buffers()]
@@ -77,7 +77,7 @@ class Seen:
 
 
 class Trace(TorchDispatchMode):
-    """A mode that adds each operator to what the layer of the moment is seen to do."""
+    """A mode that adds each operator to the current layer's record."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -104,12 +104,12 @@ class Trace(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch operators and what they keep."""
+        """Record operators, and the tensors that they save."""
         with self, _MaskedDropout(), torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept):
             yield
 
     def keep_nothing_of(self, module: nn.Module) -> None:
-        """Leave out what a module keeps, not what it computes."""
+        """Ignore the tensors that a module saves, but not its operations."""
         module.register_forward_pre_hook(lambda *_: setattr(self, "keeps", False))
         module.register_forward_hook(lambda *_: setattr(self, "keeps", True))
 
@@ -124,7 +124,7 @@ class Trace(TorchDispatchMode):
         sliding_window: int | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """Attend as transformers asks for it, with a flash kernel: queries [samples, heads, positions, features].
+        """Compute attention for transformers with a flash kernel: queries [samples, heads, positions, features].
 
         The kernel takes values as wide as keys; what it multiplies is counted without that filling, and without what a
         window leaves out.
@@ -146,7 +146,7 @@ class Trace(TorchDispatchMode):
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call an operator, and add it."""
+        """Call an operator, and add it to the record."""
         kwargs = kwargs or {}
         result = operator(*args, **kwargs)
         space, _, name = operator.name().partition(".")[0].partition("::")
@@ -171,7 +171,7 @@ class Trace(TorchDispatchMode):
         return result
 
     def _flops(self, operator: Any, name: str, args: Any, kwargs: Any, result: Any) -> int | None:
-        """Operations of a product; None for what is none."""
+        """Return the operations of a product; None for other operators."""
         if self._attends:
             return 0 if "scaled_dot_product" in name else None
         if name in _PRODUCTS:

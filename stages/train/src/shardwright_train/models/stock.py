@@ -1,4 +1,4 @@
-"""Stock models of transformers without weights: the modules taken from them, and their initial distributions."""
+"""Stock models of transformers without weights: modules taken from them, and their initial distributions."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,7 +57,7 @@ class Pieces(nn.Module):
             owner.add_module(last, copy.deepcopy(stock.get_submodule(path)))
 
     def through(self, paths: tuple[str, ...], states: Tensor) -> Tensor:
-        """The states after some of the pieces, one after the other."""
+        """Return the states after some of the modules, applied in order."""
         for path in paths:
             states = self.get_submodule(path)(states)
         return states
@@ -79,7 +79,7 @@ class Stacked(nn.Module):
             self.add_module(name, nn.Linear(matrix.in_features, count, matrix.bias is not None, **like))
 
     def forward(self, states: Tensor) -> Tensor:
-        """The outputs of all, side by side."""
+        """Return the outputs of all matrices, concatenated."""
         return torch.cat([matrix(states) for matrix in self.children()], -1)
 
 
@@ -96,13 +96,13 @@ def unstack(block: nn.Module, stacked: Mapping[str, Sequence[str]], shapes: Mapp
 
 
 def skeleton(stock: Any, config: Any) -> Any:
-    """A stock model with parameters on the meta device; raises ValueError if transformers cannot build it."""
+    """Return a stock model with parameters on the meta device; raise ValueError if transformers cannot build it."""
     with refusals(), torch.device("meta"):
         return stock(config)
 
 
 def with_memory(module: nn.Module, device: torch.device) -> nn.Module:
-    """Give parameters memory on a device, those with several names once; buffers that have values keep them."""
+    """Allocate parameters on a device, shared ones once; buffers that have values keep them."""
     kept = {name: buffer.clone() for name, buffer in module.named_buffers() if not buffer.is_meta}
     first: dict[nn.Parameter, str] = {}
     names = {name: first.setdefault(p, name) for name, p in module.named_parameters(remove_duplicate=False)}
@@ -140,7 +140,7 @@ class UnknownFilling(RuntimeError):
 
 
 def stock_fillings(module: nn.Module, initialize: Callable[[], object]) -> dict[str, tuple[Filling, ...]]:
-    """How `initialize` fills each parameter of a module on the meta device, in order.
+    """Return how `initialize` fills each parameter of a module on the meta device, in order.
 
     Parameters that have values keep them. Raises UnknownFilling naming a parameter that it leaves uninitialized or
     changes in an unknown way.

@@ -24,7 +24,7 @@ _WIDEST_HEAD = 256
 
 
 def check_supported(plan: Plan, file: object) -> None:
-    """Raise BadInput naming the first thing in a plan that cannot be run anywhere."""
+    """Raise BadInput naming the first part of a plan that the runtime does not support on any device."""
     further = ("loss_chunks", "optimizer") if plan.optimizer in OPTIMIZERS_RUN else ("loss_chunks",)
     check_fields(plan, file, "the runtime", further)
     if mtp_layers(plan.model.layers):
@@ -39,7 +39,7 @@ def check_supported(plan: Plan, file: object) -> None:
 
 
 def check_installed(plan: Plan, file: object) -> None:
-    """Raise BadInput if a plan asks for flash-attn and this machine does not have it."""
+    """Raise BadInput if a plan requires flash-attn and it is not installed."""
     wants = [f"attention {plan.attention}"] if plan.attention is Attention.FLASH_ATTENTION_2 else []
     wants += [f"fused {name}" for name in plan.fused]
     if wants and not flash_attn_is_installed():

@@ -1,7 +1,7 @@
 """A model without facts, described by its stock class: no weights, and one pass of fake tensors in bfloat16.
 
 What flows where is seen, not known: the blocks are the list of modules as long as the configuration says that has most
-parameters; what runs before the first of them is the embedding, what runs behind the last is the head.
+parameters; what runs before the first of them is the embedding, what runs after the last is the head.
 """
 
 import inspect
@@ -50,13 +50,13 @@ class Whole(NamedTuple):
 
 
 def is_traced(config: Config) -> bool:
-    """Whether no family describes a config.json's type, and transformers has a causal language model of it."""
+    """Return whether a config.json's type has no family here but a causal language model in transformers."""
     kind = config.get("model_type")
     return isinstance(kind, str) and not is_known(config) and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def describe_by_trace(config: Mapping[str, Any], name: str, sequence_length: int) -> Model:
-    """Describe the model of a config.json of a type that transformers has a causal language model of.
+    """Describe the model of a config.json whose type transformers has a causal language model for.
 
     Raises ValueError saying what cannot be built or traced.
     """
@@ -69,7 +69,7 @@ def describe_by_trace(config: Mapping[str, Any], name: str, sequence_length: int
 
 
 def built(config: Mapping[str, Any], *, plain: bool = False) -> Whole:
-    """The stock model of a config.json in bfloat16, to be called under a mode of fake tensors.
+    """Return the stock model of a config.json in bfloat16, to be called with fake tensors.
 
     Its attention is that of a trace if it calls kernels by name and needs no mask, or, if `plain`, a kernel of torch.
     Raises ValueError saying what is wrong.
@@ -114,7 +114,7 @@ def plain_kernel(stock: Any) -> str:
 
 
 def whole_of(model: Any) -> Whole:
-    """A stock model with its blocks; raises ValueError if it has none."""
+    """Return a stock model with its blocks; raise ValueError if it has none."""
     text = model.config.get_text_config(decoder=True)
     if not isinstance(number := getattr(text, _LAYERS, None), int):
         raise ValueError("its configuration does not say how many layers it has")
@@ -130,7 +130,7 @@ def calling(forward: Callable[..., Any], tokens: Tensor) -> dict[str, Any]:
 
 
 def _skeleton(stock: Any, config: Any) -> Any:
-    """A stock model in bfloat16 without values, as it trains: with dropout."""
+    """Return a stock model in bfloat16 without values, in training mode, with dropout."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -144,7 +144,7 @@ def _skeleton(stock: Any, config: Any) -> Any:
 
 @contextmanager
 def _bounded() -> Iterator[None]:
-    """Raise ValueError while a model is built whose configuration asks for more modules than any published one has."""
+    """Raise ValueError if a model being built has more modules than any published one."""
     registered = 0
 
     def count(*_: object) -> None:
@@ -168,7 +168,7 @@ def _check_layers(config: Mapping[str, Any], config_class: Any) -> None:
 
 
 def _check_keys(config: Mapping[str, Any], known: frozenset[str]) -> None:
-    """Raise ValueError for a key that looks like a misspelled one; others that no class knows change nothing."""
+    """Raise ValueError for a key that looks like a misspelled one; other unknown keys have no effect."""
     declared = known | NOTES | read_keys().others
     for key in sorted(config.keys() - declared):
         if meant := get_close_matches(key, known, n=1, cutoff=ALIKE):
@@ -176,7 +176,7 @@ def _check_keys(config: Mapping[str, Any], known: frozenset[str]) -> None:
 
 
 def _path_of_blocks(model: nn.Module, number: int) -> str:
-    """The path of the list of blocks; a list within another is none."""
+    """Return the path of the list of blocks; lists inside another list do not count."""
     lists: dict[str, nn.ModuleList] = {
         path: each for path, each in model.named_modules() if isinstance(each, nn.ModuleList)
     }
@@ -192,7 +192,7 @@ def _size(module: nn.Module) -> int:
 
 
 def _kinds(blocks: nn.ModuleList, listed: list[str] | None) -> tuple[str, ...]:
-    """The type of each block: those of one class, of equal parameters, and of one word in layer_types are of one."""
+    """Return the type of each block: equal class, equal parameters and equal entry in layer_types mean equal type."""
     typed = listed if listed is not None and len(listed) == len(blocks) else [BLOCK] * len(blocks)
     alike = [
         (str(word), type(block), tuple((name, p.shape) for name, p in block.named_parameters()))
@@ -229,7 +229,7 @@ def _registered(trace: Trace) -> Iterator[Trace]:
 
 
 class _Pass(NamedTuple):
-    """What a pass was seen to do, by layer type, and the paths of modules that ran before and behind the blocks."""
+    """The record of a pass by layer type, and the paths of modules that ran before and after the blocks."""
 
     seen: Mapping[str, Seen]
     states: Tensor
@@ -287,7 +287,7 @@ def _states(args: Any, kwargs: Any) -> Tensor:
 
 
 def states_place(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str:
-    """The argument of a block that holds the states: the first of numbers that a gradient reaches, or what is so named.
+    """Return the argument of a block with the hidden states: the first with a gradient, or one of that name.
 
     Raises ValueError if there is none.
     """
@@ -332,7 +332,7 @@ def _model(config: Mapping[str, Any], name: str, length: int, whole: Whole, foun
 
 
 def _is_default(config: Mapping[str, Any], key: str) -> bool:
-    """Whether a key holds a number that is not finite, which descriptions cannot have, and which its class has anyway.
+    """Return whether a key has the same non-finite number as its class's default, so that it can be left out.
 
     Raises ValueError for another one.
     """
@@ -345,7 +345,7 @@ def _is_default(config: Mapping[str, Any], key: str) -> bool:
 
 
 def ends_of(whole: Whole, early: Collection[str], late: Collection[str]) -> tuple[frozenset[str], frozenset[str]]:
-    """The modules outside of blocks that hold parameters, by path: those of the embedding, and those of the head.
+    """Return the modules outside of blocks with parameters, by path: those of the embedding, and those of the head.
 
     They are of the end that they ran in, or else that they stand in.
     """

@@ -1,4 +1,4 @@
-"""Attention of some queries to some keys, with the logarithms needed to merge the results of several such blocks.
+"""Attention of queries to blocks of keys, with log-sum-exps by which results of several blocks are merged.
 
 Kernels that return logarithms are the operators behind `scaled_dot_product_attention` (Rabe and Staats 2021; Dao et
 al. 2022). The gradients of a block follow from the merged output and logarithm alone (Liu et al. 2023).
@@ -33,7 +33,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class Attended(NamedTuple):
-    """The attention of queries to some keys."""
+    """The attention of queries to some keys: output and log-sum-exp."""
 
     output: Tensor
     """[b, heads, q, features of values]; 0 if a query sees nothing."""
@@ -41,11 +41,11 @@ class Attended(NamedTuple):
     """Logarithms of the sums of exponentials [b, heads, q], in float32 at least; -inf if a query sees nothing."""
 
     def rows(self, queries: slice) -> "Attended":
-        """The part of some queries, as views."""
+        """Return the part for some queries, as views."""
         return Attended(self.output[:, :, queries], self.logsumexp[:, :, queries])
 
     def rounded(self, dtype: torch.dtype) -> "Attended":
-        """The attention with its output in a format."""
+        """Return the attention with its output in another format."""
         return Attended(self.output.to(dtype), self.logsumexp)
 
     def add(self, other: "Attended") -> None:
@@ -58,7 +58,7 @@ class Attended(NamedTuple):
 
 
 def nothing_attended(query: Tensor, features: int) -> Attended:
-    """The attention of queries [b, heads, q, d] to no keys, for values of a width, in float32 or wider.
+    """Return the attention of queries [b, heads, q, d] to no keys, for values of a width, in float32 or wider.
 
     Its output lies in memory as [b, q, heads, d], which is what the product behind attention reads.
     """
@@ -70,7 +70,7 @@ def nothing_attended(query: Tensor, features: int) -> Attended:
 
 @dataclass(frozen=True)
 class Block:
-    """The attention of queries [b, heads, q, d] to keys and values [b, kv_heads, k, d or other features].
+    """Attention of queries [b, heads, q, d] to a block of keys and values [b, kv_heads, k, d or other features].
 
     Kernels are given equal features: zeros behind the narrower ones change no score and are cut off results.
     """
@@ -83,7 +83,7 @@ class Block:
     """The keys that each query sees [b or 1, 1, q, k], unless `is_causal` implies it."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Attended:
-        """The attention of the queries."""
+        """Return the attention of the queries."""
         output, logsumexp = self._forward(*_equally_wide(query, key, value))
         output = output[..., : value.shape[_FEATURES]]
         if self.seen is None:
@@ -92,7 +92,7 @@ class Block:
         return Attended(output.masked_fill(blind[..., None], 0), logsumexp.masked_fill(blind, -inf))
 
     def backward(self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended) -> Gradients:
-        """The gradients of queries, keys and values, given `attended`, the merged attention of the queries."""
+        """Return the gradients of queries, keys and values, given `attended`, the merged attention of the queries."""
         # A query that sees nothing has probabilities 0, not exp(-inf + inf).
         logsumexp = attended.logsumexp.masked_fill(attended.logsumexp == -inf, inf)
         *inputs, output = _equally_wide(gradient, query, key, value, attended.output)
@@ -108,7 +108,7 @@ class Block:
         return self._efficient_backward(gradient, query, key, value, last)
 
     def _forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The output and logarithms; for a query that sees nothing they are arbitrary finite numbers."""
+        """Return output and log-sum-exp; for queries without visible keys these are arbitrary finite numbers."""
         causal, scale = self.is_causal, self.scale
         if query.device.type == "cpu":
             on_cpu = cpu_attention(query, key, value, 0.0, causal, attn_mask=self._bias(query), scale=scale)
@@ -158,7 +158,7 @@ class Block:
         return takes_heads and torch.cuda.get_device_capability(query.device) >= _FLASH_CAPABILITY
 
     def _bias(self, query: Tensor) -> Tensor | None:
-        """A mask to add to scores; it is finite, so that kernels compute numbers if nothing is seen.
+        """Return a mask to add to scores; it is finite, so that queries without visible keys give numbers.
 
         Its rows lie as far apart as the memory-efficient kernel asks, whatever the number of keys.
         """
@@ -196,7 +196,7 @@ class Piece(NamedTuple):
 
 
 def joined(key: Tensor, value: Tensor) -> Tensor:
-    """Keys and values [b, kv_heads, k, features] together, to be sent at once.
+    """Return keys and values [b, kv_heads, k, features] in one tensor, for sending.
 
     [2, b, kv_heads, k, d] if both have the same features; [1, b, kv_heads, k, those of both] otherwise.
     """
@@ -206,18 +206,18 @@ def joined(key: Tensor, value: Tensor) -> Tensor:
 
 
 def parted(both: Tensor, features: int) -> tuple[Tensor, Tensor]:
-    """Keys, of a given width, and values that are stored together, as views."""
+    """Return keys, of a given width, and values from one tensor, as views."""
     key, value = both if len(both) > 1 else both[0].tensor_split([features], _FEATURES)
     return key, value
 
 
 def _only_efficient() -> bool:
-    """Whether the plan asks only for the memory-efficient kernel, according to PyTorch's settings."""
+    """Return whether PyTorch is set to use only the memory-efficient kernel."""
     return torch.backends.cuda.mem_efficient_sdp_enabled() and not torch.backends.cuda.flash_sdp_enabled()
 
 
 def _equally_wide(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors [..., features], the narrower ones padded with zeros."""
+    """Return tensors [..., features], the narrower ones padded with zeros."""
     widest = max(x.shape[_FEATURES] for x in tensors)
     return tuple(pad(x, (0, widest - x.shape[_FEATURES])) if x.shape[_FEATURES] < widest else x for x in tensors)
 

@@ -44,7 +44,7 @@ _Policy = Callable[..., CheckpointPolicy]
 
 
 class KeptResults(TorchDispatchMode):
-    """Kept results of one pass through a layer, in order, for its replay, which needs the last sum if `keeps_last`."""
+    """Saved results of one pass through a layer, in order, for its recomputation."""
 
     def __init__(self, keeps_last: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -76,7 +76,7 @@ class KeptResults(TorchDispatchMode):
         return result
 
     def whole(self, function: Callable[[], Attended]) -> Attended:
-        """The attention that a function computes, kept instead of its parts."""
+        """Return the attention that a function computes; its result is saved instead of its parts."""
         if self._replays:
             kept: Attended = self._results.pop(0)
             return kept
@@ -112,7 +112,7 @@ class KeptResults(TorchDispatchMode):
 
 
 class _KeptNumbers:
-    """Numbers that the host read in one pass through a layer, in order: a replay does not wait for them again."""
+    """Numbers that the host read in one pass through a layer, in order: recomputation does not wait for them again."""
 
     def __init__(self) -> None:
         self._numbers: list[list[int]] = []
@@ -126,9 +126,9 @@ class _KeptNumbers:
 
 
 class Recomputation:
-    """What a layer computes again in its backward pass.
+    """What a layer recomputes in its backward pass.
 
-    `keeps_last`: whether something is kept behind the layer's last sum over ranks, so that a selective replay needs it.
+    `keeps_last`: whether something is kept after the layer's last sum over ranks, so that a selective replay needs it.
     """
 
     def __init__(self, keeps_last: bool) -> None:
@@ -137,7 +137,7 @@ class Recomputation:
         self._numbers: _KeptNumbers | None = None
 
     def full(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A function's result, keeping only its inputs; it seeds its own random numbers."""
+        """Return a function's result, saving only its inputs; the function seeds its own random numbers."""
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
             numbers = _KeptNumbers()
@@ -155,11 +155,11 @@ class Recomputation:
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
     def product(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """A matrix product that is summed over ranks and needed by nothing but that sum."""
+        """Return a matrix product whose result is only needed for a sum over ranks."""
         return function(*args, **kwargs) if self._kept is None else self._kept.product(function, *args, **kwargs)
 
     def again(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
-        """A function's result, whose products are repeated: low-rank ones cost little, and are needed."""
+        """Return a function's result, whose products are recomputed: low-rank ones cost little, and are needed."""
         return function(*args) if self._kept is None else self._kept.again(function, *args)
 
     def whole(self, function: Callable[[], Attended]) -> Attended:
@@ -171,7 +171,7 @@ class Recomputation:
         return function(x) if self._kept is None else self._kept.sum(function, x)
 
     def read(self, x: Tensor) -> list[int]:
-        """Whole numbers of the device to the host, which waits for them, though not in a replay."""
+        """Copy integers from the device to the host, which waits for them, except in recomputation."""
         numbers: list[int] = x.tolist() if self._numbers is None else self._numbers.read(x)
         return numbers
 
@@ -189,7 +189,7 @@ class Recomputation:
 
 
 def part_of(name: str, parts: Parts) -> Recompute:
-    """The kind of recomputation that repeats a module of a block: attention's or the rest's."""
+    """Return the kind of recomputation that covers a module of a block: attention, or the rest."""
     inside = any(f"{name}.".startswith(f"{part}.") for part in parts.attention)
     return Recompute.ATTENTION if inside else Recompute.MLP
 
@@ -197,7 +197,7 @@ def part_of(name: str, parts: Parts) -> Recompute:
 def apply_activation_checkpointing(
     block: nn.Module, parts: Parts, recompute: Recompute, randomness: Randomness, recomputation: Recomputation
 ) -> None:
-    """Recompute a block's attention or MLP if its strategy says so; whole blocks are recomputed by the caller.
+    """Recompute a block's attention or MLP if its strategy requires it; whole blocks are recomputed by the caller.
 
     Each part draws from a seed of its own, so that it draws the same whether it is recomputed or not.
     """
@@ -207,7 +207,7 @@ def apply_activation_checkpointing(
 
 
 def compile_block(block: nn.Module, parts: Parts, recompute: Recompute, gathers: bool) -> None:
-    """Compile what a block computes, after tensor parallelism and before its parameters are sharded.
+    """Compile a block's computation, after tensor parallelism and before its parameters are sharded.
 
     `gathers`: whether its parts begin with a gather of the sequence, which is repeated in the backward pass.
     """
@@ -270,7 +270,7 @@ def _all_but_gathers(_: SelectiveCheckpointContext, operator: Any, *_args: Any, 
 
 
 def _selective(_: SelectiveCheckpointContext, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    """Whether to keep an operator's result: products, attention and sums, but no product whose sum is kept."""
+    """Return whether to save an operator's result: products, attention and sums, but no product that is summed."""
     keeps = operator in (*_SUMS, *_PRODUCTS) or _is_attention(operator)
     return CheckpointPolicy.PREFER_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 

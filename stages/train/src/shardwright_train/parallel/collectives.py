@@ -1,4 +1,4 @@
-"""Collectives on activations, each with its gradient: inside tensor-parallel groups, and between layouts.
+"""Differentiable collectives on activations: inside tensor-parallel groups, and between layouts.
 
 A collective is linear, so its gradient is its transpose: all-gather and reduce-scatter are transposes of each other, as
 are the identity (on replicated input) and all-reduce; all-to-all is its own, with split and gather dims swapped. These
@@ -62,12 +62,12 @@ def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def sum_over_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over the ranks, equal on all of them; the gradient passes unchanged."""
+    """Return the sum over the ranks, equal on all of them; the gradient passes unchanged."""
     return _differentiable(x, group, _sum, _same)
 
 
 def exchange_dims(x: Tensor, split: int, gather: int, group: dist.ProcessGroup) -> Tensor:
-    """Split the dim `split` and gather the dim `gather` over the ranks; the gradient takes the reverse way."""
+    """Split the dim `split` and gather the dim `gather` over the ranks; the gradient does the reverse."""
     there, back = (partial(_all_to_all, split=a, gather=b, group=group) for a, b in ((split, gather), (gather, split)))
     return with_transpose(x, there, back)
 
@@ -114,7 +114,7 @@ def _same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over ranks, in place: nothing else reads these products, or gradients made by products."""
+    """Return the sum over ranks, computed in place: no other code reads the input."""
     # A compiled graph copies only if it must. `detach`, because autograd would make a view of x itself.
     total = x.clone() if torch.compiler.is_compiling() else x.detach().contiguous()
     dist.all_reduce(total, group=group)
@@ -141,7 +141,7 @@ def gathered_again(inputs: Sequence[Tensor], group: dist.ProcessGroup) -> Iterat
 
 @contextmanager
 def gathered_again_by(inputs: Sequence[Tensor], gather: Move) -> Iterator[list[Tensor]]:
-    """Yield tensors as a differentiable function gathers them, for the functions called inside, as above.
+    """Yield tensors gathered by a differentiable function, for functions called in the block, as `gathered_again`.
 
     Gathered tensors have storages that nothing else shares.
     """

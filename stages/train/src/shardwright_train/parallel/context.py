@@ -26,7 +26,7 @@ from shardwright_train.parallel.process_groups import Travelling, pass_on
 
 
 class Rectangle(NamedTuple):
-    """Queries of one rank and keys of another, in ascending order of positions, some of which see one another."""
+    """Queries of one rank and keys of another, in ascending order of positions, some of which attend to one another."""
 
     queries: slice
     keys: slice
@@ -38,7 +38,7 @@ class Rectangle(NamedTuple):
 
 @dataclass(frozen=True)
 class ContextShares:
-    """The shares of a sample's positions among the ranks of a context-parallel group; plain numbers, no tensors."""
+    """The shares of a sample's positions on the ranks of a context-parallel group; plain numbers, no tensors."""
 
     order: Sequence[int]
     """Position at each place in memory; all positions, each once."""
@@ -47,7 +47,7 @@ class ContextShares:
 
     @property
     def length(self) -> int:
-        """The number of positions that each rank has."""
+        """Return the number of positions of each rank."""
         return len(self.order) // self.size
 
     @property
@@ -64,7 +64,7 @@ class ContextShares:
         return list(self._share(rank)) == self.positions(rank)
 
     def positions(self, rank: int) -> list[int]:
-        """A rank's positions in rising order [s/n]."""
+        """Return a rank's positions in ascending order [s/n]."""
         return sorted(self._share(rank))
 
     def places(self, rank: int) -> list[int]:
@@ -114,7 +114,7 @@ def visible(queries: Tensor, keys: Tensor, causal: bool, documents: tuple[Tensor
 
 @dataclass(frozen=True)
 class ContextAttention:
-    """Attention of this rank's positions to a group's; a subclass brings the other ranks' keys and values."""
+    """Attention of this rank's positions to a whole group's; subclasses communicate keys and values."""
 
     shares: ContextShares
     group: dist.ProcessGroup
@@ -127,7 +127,7 @@ class ContextAttention:
 
     @cached_property
     def is_rising(self) -> bool:
-        """Whether this rank's positions lie in memory in rising order."""
+        """Return whether this rank's positions are in ascending order in memory."""
         return self.shares.is_rising(self.group.rank())
 
     @cached_property
@@ -158,7 +158,7 @@ class GatherAttention(ContextAttention):
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, documents: Tensor | None = None
     ) -> Tensor:
-        """The attention of queries [b, heads, s/n, d] to keys [b, kv_heads, s/n, d] and values of all ranks.
+        """Return the attention of queries [b, heads, s/n, d] to keys [b, kv_heads, s/n, d] and values of all ranks.
 
         Each rank gives its positions in memory order; `documents` [b, s] number those of all positions, in that order:
         none sees another document.
@@ -167,7 +167,7 @@ class GatherAttention(ContextAttention):
         return output
 
     def pieces(self, scale: float, documents: Tensor | None = None) -> tuple[Piece, ...]:
-        """The parts of attention, for queries in ascending order of positions and all keys in that order.
+        """Return the parts of attention, for queries in ascending order of positions and all keys in that order.
 
         A mask of more keys than queries would have to end at the last of both, and kernels differ in where theirs do.
         So each run of positions attends to all keys before it, and to itself under a mask.
@@ -227,7 +227,7 @@ class GatherAttention(ContextAttention):
         return x if self.is_rising else x.index_select(2, self.rising_order)
 
     def in_memory_order(self, x: Tensor) -> Tensor:
-        """Rows in rising order of positions as they lie in memory."""
+        """Return rows in ascending order of positions, reordered as in memory."""
         return x if self.is_rising else x.index_select(2, self.memory_order)
 
     def _gather(self, both: Tensor) -> Tensor:
@@ -315,7 +315,7 @@ class RingAttention(ContextAttention):
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, documents: Tensor | None = None
     ) -> Tensor:
-        """The attention of queries [b, heads, s/n, d] to keys [b, kv_heads, s/n, d] and values of all ranks.
+        """Return the attention of queries [b, heads, s/n, d] to keys [b, kv_heads, s/n, d] and values of all ranks.
 
         Each rank gives its positions in memory order; `documents` [b, s] number those of all positions, in that order:
         none sees another document.
@@ -333,7 +333,7 @@ class RingAttention(ContextAttention):
 
     @cached_property
     def steps(self) -> tuple[_Step, ...]:
-        """Whose keys and values are here at each step, and what this rank sees of them."""
+        """Return, for each step, which rank's keys and values are here, and which of them this rank attends to."""
         rank, size = self.group.rank(), self.group.size()
         sources = [(rank - i) % size for i in range(size)]
         return tuple(_Step(source, self.shares.rectangle(rank, source, self.causal)) for source in sources)
@@ -347,7 +347,7 @@ class RingAttention(ContextAttention):
         return documents.index_select(1, self._places[rank])
 
     def pass_on(self, x: Tensor) -> Travelling:
-        """Send a tensor to the next rank of the ring, and return it on its way."""
+        """Start sending a tensor to the next rank of the ring, and return the transfer."""
         return pass_on(x, self.group)
 
     @cached_property
@@ -428,7 +428,7 @@ def _arrived(x: Travelling | None) -> Tensor:
 
 
 def _permuted(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
-    """A tensor with its positions in another order; `back` leads to the first."""
+    """Return a tensor with its positions in another order; `back` is the inverse order."""
     return with_transpose(
         x, lambda x: x.index_select(_RING_POSITIONS, order), lambda x: x.index_select(_RING_POSITIONS, back)
     )
@@ -439,7 +439,7 @@ def _permuted(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class StandIn:
-    """A rank that stands for one of several in a measurement: its samples are that rank's part of longer samples."""
+    """A rank that represents one of several in a measurement: its samples are that rank's part of longer samples."""
 
     ranks: int
     order: Tensor | None
@@ -447,7 +447,7 @@ class StandIn:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """A substitute for the group of these ranks that only has a rank and a size."""
+        """Return a substitute for the group of these ranks that only has a rank and a size."""
         return cast(dist.ProcessGroup, _RankInTheMiddle(self.ranks))
 
 
@@ -464,7 +464,7 @@ class _RankInTheMiddle:
 
 @dataclass(frozen=True)
 class StandInAttention(GatherAttention):
-    """Attention to keys and values that stand for a group's."""
+    """Attention to this rank's keys and values, repeated in place of a whole group's."""
 
     def scattered(self, gradient: Tensor) -> Tensor:
         """The gradient of this rank's positions, to which no other rank contributes."""

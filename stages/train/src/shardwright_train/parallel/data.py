@@ -1,4 +1,4 @@
-"""Data parallelism of a layer's units: FSDP2 shards their states, or replicas sum their gradients.
+"""Data parallelism of a layer's modules: FSDP2 shards their states, or replicas sum their gradients.
 
 With n ranks, ZeRO-2 shards gradients and optimizer states (1/n each), ZeRO-3 parameters too (Rajbhandari et al. 2020):
 these are gathered one unit ahead of the pass that computes with them. DDP replicates everything and all-reduces
@@ -55,7 +55,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def data_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """The axes of a layer's mesh for data parallelism: all except those that shard parameters first."""
+    """Return the axes of a layer's mesh for data parallelism: all except expert and tensor parallelism's."""
     return mesh[tuple(name for name in _axis_names(mesh) if name not in _CUTTING)]
 
 
@@ -128,7 +128,7 @@ def local_tensor(parameter: Tensor) -> Tensor:
 
 
 def placed_as(parameter: Tensor, local: Tensor) -> Tensor:
-    """A DTensor placed like a parameter, around another local tensor such as its gradient."""
+    """Return a DTensor with a parameter's placements, around another local tensor such as its gradient."""
     if not isinstance(parameter, DTensor):
         return local
     # `from_local` recomputes and checks what the parameter already holds: about 0.1 ms for each gradient of each step.
@@ -136,7 +136,7 @@ def placed_as(parameter: Tensor, local: Tensor) -> Tensor:
 
 
 def as_dtensor(parameter: nn.Parameter, dims: Mapping[str, int], mesh: DeviceMesh) -> nn.Parameter:
-    """A parameter of a parallelized module as a DTensor over all axes of a mesh; `dims` are cut by ep and tp.
+    """Return a parameter of a parallelized module as a DTensor over all axes of a mesh; `dims`: those cut by ep and tp.
 
     It shares its memory with what is computed with. Autograd does not know it: computing with DTensors costs some 4 %
     of a small layer's time.
@@ -170,7 +170,7 @@ _PREFETCH = {
 
 
 class Gathers:
-    """The gathers of a model chunk: FSDP2 gathers the next ZeRO-3 unit overlapped with the work on each unit.
+    """The gathers of a model chunk: FSDP2 gathers the next ZeRO-3 unit while the current one computes.
 
     By default, FSDP2 follows in the backward pass the order of all forward passes since the last step, and over several
     microbatches gathers units that are not needed. In the forward pass it gathers a unit when it gets there. `layers`
@@ -214,7 +214,7 @@ class Gathers:
             _PREFETCH[during](module, following or [module] * during.makes_gradients)
 
     def ahead(self, during: Pass) -> list[FSDPModule]:
-        """The unit that a pass begins with, if ZeRO-3 gathers it and the pass before can."""
+        """Return the unit that a pass begins with, if ZeRO-3 gathers it and the previous pass can prefetch it."""
         return self._first[during] if self._started else []
 
 
@@ -277,7 +277,7 @@ class GradientAllReduce:
         self.armed, self._buckets = False, None
 
     def finish(self) -> None:
-        """Make the sums the parameters' gradients."""
+        """Store the sums as the parameters' gradients."""
         self.collect()
         for parameter, gradient in self._sums.items():
             parameter.grad = placed_as(parameter, gradient)

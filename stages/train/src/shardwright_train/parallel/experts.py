@@ -25,7 +25,7 @@ _BLACKWELL = (10, 0)
 
 
 class Counts:
-    """The number of rows of each expert: on the device, and on the host, which waits for the device to read it.
+    """The number of rows of each expert, on the device and on the host.
 
     A class, not a tuple, so that FSDP2 does not look for tensors in it.
     """
@@ -156,7 +156,7 @@ def exchange(
     features: dist.ProcessGroup | None,
     read: Callable[[Tensor], list[int]],
 ) -> Exchange:
-    """The exchange of rows [rows, ...], sorted by expert, among ranks that share experts and their features.
+    """Return the exchange of rows [rows, ...], sorted by expert, among ranks that shard experts and their features.
 
     `counts` [experts] are this rank's rows of each. `read` returns numbers of the device to the host, which waits for
     them once: how many rows go where, and how many each expert here has.
@@ -182,7 +182,7 @@ def exchange(
 def _rows_of_ranks(
     here: Tensor, together: Tensor, rows: int, features: dist.ProcessGroup | None, read: Callable[[Tensor], list[int]]
 ) -> tuple[list[int], list[int], list[int], list[int]]:
-    """The number of rows to and from each rank along experts, of each rank along features, and of each expert here.
+    """Return the number of rows to and from each rank along experts, of each rank along features, and of each expert.
 
     The counts are [ranks along experts, experts of a rank] of what leaves this rank, and of what arrives [ranks along
     features, ranks along experts, experts of a rank]. Without data, as many are for each as for another.
@@ -219,7 +219,7 @@ def expert_products(rows: Tensor, weights: Tensor, counts: Counts) -> Tensor:
 
 
 def with_biases(rows: Tensor, biases: Tensor, counts: Counts, weights: Tensor | None = None) -> Tensor:
-    """Sorted rows [rows, features] plus the biases [experts, features] of their experts, times weights [rows].
+    """Return sorted rows [rows, features] plus the biases [experts, features] of their experts, times weights [rows].
 
     The gradient of the biases is a matrix product: nothing is added by atomics.
     """
@@ -299,7 +299,7 @@ def _summed(rows: Tensor, inverse: Tensor, copies: int) -> Tensor:
 
 
 def corrected_bias(kind: LayerType) -> Parameter | None:
-    """The bias that steps correct in a type of layer; None if there is none, or it is frozen."""
+    """Return a layer type's router bias that steps correct; None if there is none, or it is frozen."""
     return next((p for p in kind.parameters if p.is_buffer and p.frozen is not True), None)
 
 
@@ -313,7 +313,7 @@ class RouterBias(NamedTuple):
 
 
 class RouterBiases(NamedTuple):
-    """The biases of routers that this rank holds."""
+    """The router biases on this rank."""
 
     of_layer: Mapping[str, RouterBias]
 

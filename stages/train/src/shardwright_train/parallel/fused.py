@@ -65,7 +65,7 @@ def _forward_of(module: nn.Module) -> FunctionType | None:
 
 
 def _with_global(function: FunctionType | None, name: str, value: Callable[..., Any]) -> FunctionType:
-    """A copy of a function with another value for a global name; the function itself is unchanged."""
+    """Return a copy of a function with another value for a global name; the function itself is unchanged."""
     assert function is not None
     changed = FunctionType(
         function.__code__,
@@ -79,7 +79,7 @@ def _with_global(function: FunctionType | None, name: str, value: Callable[..., 
 
 
 def _turns_halves(module: nn.Module) -> bool:
-    """Whether a module is an attention that rotates one half of features against the other, like the kernel.
+    """Return whether a module is an attention that rotates one half of features against the other, like the kernel.
 
     Some models have a function of the same name, or another one beside it, that turns even features against odd ones.
     """

@@ -31,13 +31,13 @@ class LowRankLinear(nn.Linear):
     """The selective recomputation of its layer, if it has one."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """The sum of both products."""
+        """Return the sum of both products."""
         # In this order: a replay ends with the last tensor that it needs, which is A x, before the product with W.
         return added(self, input) + F.linear(input, self.weight, self.bias)
 
 
 class LowRankConv1D(Conv1D):
-    """The same beside a matrix [inputs, outputs]."""
+    """`LowRankLinear` for a matrix [inputs, outputs], as in GPT-2."""
 
     lora_A: nn.Linear
     lora_B: nn.Linear
@@ -45,7 +45,7 @@ class LowRankConv1D(Conv1D):
     recomputation: Recomputation | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        """The sum of both products."""
+        """Return the sum of both products."""
         more = added(self, input)
         product: Tensor = super().forward(input)  # type: ignore[no-untyped-call]
         return more + product
@@ -62,7 +62,7 @@ def added(matrix: LowRankLinear | LowRankConv1D, x: Tensor) -> Tensor:
 
 
 class ExpertMatrices(nn.Module):
-    """A of all experts, or B."""
+    """The low-rank matrices A, or B, of all experts."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class ExpertMatrices(nn.Module):
 def with_rows_of_pair(
     products: Tensor, experts: Any, name: str, rows: Tensor, counts: Counts, recomputation: Recomputation
 ) -> Tensor:
-    """Products of sorted rows with a named parameter of experts, and what its low-rank matrices add to them."""
+    """Return products of sorted rows with an experts' parameter, plus its low-rank matrices' contribution."""
     if (pair := getattr(experts, "low_rank", {}).get(name)) is None:
         return products
 
@@ -85,7 +85,7 @@ def with_rows_of_pair(
 
 
 def routing_matrix(router: Any) -> Tensor:
-    """The matrix of a router, with what its low-rank matrices add to it."""
+    """Return the matrix of a router, with its low-rank matrices added."""
     matrix: Tensor = router.weight
     if not hasattr(router, "lora_A"):
         return matrix
@@ -94,7 +94,7 @@ def routing_matrix(router: Any) -> Tensor:
 
 
 def add_low_rank(layer: nn.Module, pair: Pair, first: Parameter, second: Parameter, scaling: float) -> None:
-    """Give a matrix of a layer its low-rank matrices, A and B as they are described, on the default device.
+    """Add low-rank matrices A and B to a matrix of a layer, as described, on the default device.
 
     Raises ValueError, naming the module, if its form is another than the family's facts say.
     """

@@ -27,7 +27,7 @@ from shardwright_train.parallel.tensor import TensorParallel, apply_tensor_paral
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleStyle:
-    """What is needed to know about a stock module to parallelize it."""
+    """The properties of a stock module that are needed to parallelize it."""
 
     rules: Mapping[str, Rule]
     """Sharding rules of tensor parallelism, by the ends of parameters' names; the rest is replicated."""
@@ -47,7 +47,7 @@ class ModuleStyle:
 
 @dataclass(frozen=True)
 class Sharing:
-    """How ranks share a unit's parameters."""
+    """How ranks shard or replicate a unit's parameters."""
 
     strategy: Strategy
     mesh: DeviceMesh
@@ -77,7 +77,7 @@ class Unit:
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy by which the unit is sharded."""
+        """Return the strategy by which the unit is sharded."""
         return self.sharing.strategy
 
     def states_dim(self, cut: Cut) -> int:
@@ -90,7 +90,7 @@ class Unit:
         return {parameter for name, parameter in self.named_parameters() if cut_of[name].is_buffer}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the names in the layer of the parameters that are computed with, and these, each once."""
+        """Yield the unit's parameters with their names in the layer, each once."""
         seen = set[nn.Parameter]()
         for prefix, module in self.modules.items():
             for name, parameter in module.named_parameters(recurse=False):
@@ -117,7 +117,7 @@ class ParallelModule:
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's shards as DTensors, by their names in the module; they take the gradients."""
+        """Return this rank's shards as DTensors, by their names in the module; gradients are stored in them."""
         return {
             name: as_dtensor(parameter, self.cut_of[name].dims, self.unit_of[name].sharing.mesh)
             for name, parameter in self.module.named_parameters()
@@ -178,7 +178,7 @@ def parallelize_stage(stage: nn.Module, layers: Sequence[ParallelModule]) -> Gat
 
 
 def _root_of(name: str, roots: Iterable[str]) -> str:
-    """The innermost root that a module is or lies in; the empty one holds all."""
+    """Return the innermost root that contains a module; the empty root contains all."""
     return max((root for root in roots if not root or f"{name}.".startswith(f"{root}.")), key=len)
 
 

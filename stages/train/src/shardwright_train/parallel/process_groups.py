@@ -48,7 +48,7 @@ class Groups:
         self._warm_up(new)
 
     def close(self) -> None:
-        """Destroy all groups, and the buffers that their communicators hold on devices.
+        """Destroy all groups, and free their communicators' buffers on devices.
 
         All ranks destroy in the order in which the groups were made: NCCL may wait there for the others of a group.
         """
@@ -58,10 +58,10 @@ class Groups:
         self._made, self._meshes = {}, {}
 
     def mesh(self, plan: Plan, strategy: Strategy) -> DeviceMesh:
-        """The mesh (dp, tp): tp shards a layer's parameters, dp replicates or shards them.
+        """Return the mesh (dp, tp): tp shards a layer's parameters, dp replicates or shards them.
 
-        Where groups of ranks hold replicas of each other's shards, two axes take the place of dp: replicate, shard.
-        Where ranks share experts out, these lie along ep, between dp and tp.
+        If groups of ranks hold replicas of each other's shards, two axes take the place of dp: replicate, shard.
+        If ranks shard experts, these lie along ep, between dp and tp.
         """
         axes, ranks = axes_of(strategy).dense, _stage_ranks(plan)
         key = ranks, axes
@@ -92,7 +92,7 @@ class Groups:
         return self._in_stage(plan, Purpose.CONTEXT, axes_of(strategy).context)
 
     def along(self, mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
-        """The group of this rank along an axis of a layer's mesh, whose own groups may be those of an equal one."""
+        """Return this rank's group along an axis of a layer's mesh; equal groups are created once."""
         assert mesh.mesh_dim_names is not None
         purposes = {"tp": Purpose.TENSOR_PARALLEL, "ep": Purpose.EXCHANGE}
         return self._along(mesh.mesh, axis, purposes.get(mesh.mesh_dim_names[axis], Purpose.DATA_PARALLEL))
@@ -103,11 +103,11 @@ class Groups:
         return self.among(purpose, next(group for group in groups if dist.get_rank() in group))
 
     def among(self, purpose: Purpose, ranks: Iterable[int]) -> dist.ProcessGroup:
-        """The group of some ranks, this one among them, for a purpose."""
+        """Return the group of these ranks, which include this one, for a purpose."""
         return self._of_this_rank(planned_group(purpose, tuple(ranks)))
 
     def edge(self, kind: Pass, around: bool, ranks: tuple[int, int]) -> dist.ProcessGroup:
-        """The group of a sender and a receiver of neighbouring pipeline stages, in one direction.
+        """Return the group of a sender and a receiver in neighbouring pipeline stages, in one direction.
 
         `around`: from the last pipeline stage to the first (forward; backward the reverse), when it is interleaved.
         """
@@ -142,7 +142,7 @@ class Groups:
 
 
 def _send_a_number(planned: PlannedGroup, group: dist.ProcessGroup, number: torch.Tensor) -> None:
-    """Send a number over a group as it will be used: a group that exchanges pieces connects all pairs of ranks.
+    """Send a number over a group, so that it makes the connections that it will use.
 
     Ranks that share positions gather, or send round a ring, whose connections a sum does not make.
     """
@@ -177,14 +177,14 @@ class Travelling(NamedTuple):
     arriving: Tensor
 
     def wait(self) -> Tensor:
-        """The tensor of the rank before, once it is here."""
+        """Return the tensor from the previous rank, once it has arrived."""
         for work in self.works:
             work.wait()
         return self.arriving
 
 
 def pass_on(x: Tensor, group: dist.ProcessGroup) -> Travelling:
-    """Send a tensor to the next rank of a group, and return it on its way."""
+    """Start sending a tensor to the next rank of a group, and return the transfer."""
     rank, size = group.rank(), group.size()
     sent, arriving = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     there, here = (dist.get_global_rank(group, (rank + i) % size) for i in (1, -1))

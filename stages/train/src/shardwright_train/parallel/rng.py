@@ -14,7 +14,7 @@ RNGKey = tuple[int, int, int]
 
 
 def seed_of(*parts: object) -> int:
-    """A generator seed derived from the given parts."""
+    """Return a generator seed derived from the given parts."""
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:7])
 
 

@@ -63,7 +63,7 @@ class AcrossRanks:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """The attention [b, s/n, heads, d] of this rank's positions to all positions.
+        """Return the attention [b, s/n, heads, d] of this rank's positions to all positions.
 
         `compute` is the stock kernel, which `module` belongs to. The mask is one to add to the scores of this rank's
         positions [b or 1, heads or 1, s/n or 1, s], or the numbers [b, s] of all positions' documents, or None: then
@@ -80,7 +80,7 @@ class AcrossRanks:
         if in_blocks and is_plain and query.shape[_POSITIONS] == key.shape[_POSITIONS]:
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             return attention(query, key, value, scale, documents).transpose(1, 2).contiguous()
-        assert isinstance(attention, GatherAttention), "plans whose masks a ring does not know are refused"
+        assert isinstance(attention, GatherAttention), "plans whose masks a ring does not support are refused"
         if added is None and (causal or documents is not None):
             seen = attention.seen(documents)
             hidden = torch.zeros(seen.shape, dtype=query.dtype, device=query.device)
@@ -129,7 +129,7 @@ def share_attention(
     keeps: bool,
     context: ContextParallel = ContextParallel.GATHER,
 ) -> None:
-    """Make the attention of a block built for `SHARED_ATTENTION` compute with the positions of other ranks.
+    """Make the attention of a block built for `SHARED_ATTENTION` use the positions of other ranks.
 
     `reduce`: format in which gradients of keys and values are summed; `keeps`: whether a replay gathers these.
     """

@@ -53,7 +53,7 @@ Rules = Mapping[str, Rule]
 
 
 class Parts(NamedTuple):
-    """A type of block: the stock model's list of them, and callables inside one by dotted name."""
+    """A type of block: the path of the stock model's list of blocks, and the names of a block's parts."""
 
     path: str
     attention: tuple[str, ...]
@@ -85,17 +85,17 @@ class Cut(NamedTuple):
 
     @property
     def inside(self) -> bool:
-        """Whether the parameter is replicated and applied to each rank's own heads or features."""
+        """Return whether the parameter is replicated and applied to each rank's own heads or features."""
         return self.rule is not None and self.tp_dim is None
 
     @property
     def is_buffer(self) -> bool:
-        """Whether steps set it, and no gradient."""
+        """Return whether the parameter is a buffer, which steps change and which has no gradient."""
         return self.rule is BUFFER
 
     @property
     def owner(self) -> str:
-        """The name of the module whose parameter it is."""
+        """Return the name of the module that has the parameter."""
         return self.name.rpartition(".")[0]
 
     @property
@@ -113,7 +113,7 @@ class Cut(NamedTuple):
 
     @property
     def parameter(self) -> Parameter:
-        """The parameter in the description's words."""
+        """Return the parameter in the form of a model description."""
         return Parameter(
             name=self.name,
             shape=self.shape,

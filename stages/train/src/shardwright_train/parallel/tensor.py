@@ -155,7 +155,7 @@ def share_of(axis: Axis, place: int, length: int) -> slice:
 def apply_tensor_parallel(
     modules: Mapping[str, nn.Module], cut_of: Mapping[str, Cut], tensor_parallel: TensorParallel
 ) -> frozenset[str]:
-    """Leave modules of a layer, by their names in it, their shards of their parameters, and make them compute so.
+    """Replace parameters of a layer's modules by this rank's shards, and change the modules' computation accordingly.
 
     Returns the replicated parameters whose gradients must be summed over the axis after the backward pass.
     """
@@ -182,7 +182,7 @@ def apply_tensor_parallel(
 
 
 def enter_before(module: nn.Module, tensor_parallel: TensorParallel, keeps: bool) -> None:
-    """Give a module all positions of its input on every rank; `keeps` as `TensorParallel.entered` has it."""
+    """Give a module all positions of its input on every rank; `keeps` as in `TensorParallel.entered`."""
     stock = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:

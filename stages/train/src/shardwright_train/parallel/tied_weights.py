@@ -23,7 +23,7 @@ from shardwright_train.parallel.process_groups import Groups
 
 
 class TiedParameters:
-    """The replicas on one rank and the two exchanges between them.
+    """The replicas of tied parameters on one rank, and the two exchanges between them.
 
     Both exchanges are one all_to_all over the ranks that hold replicas; `group` is None when this rank holds none.
     """
@@ -41,7 +41,7 @@ class TiedParameters:
         self._gradients = pieces_to_owners(trained), pieces_from_owners(trained)
 
     def alone(self) -> "TiedParameters":
-        """These replicas without any exchange."""
+        """Return these replicas without any exchange."""
         alone = copy(self)
         alone.group = None
         return alone
@@ -50,7 +50,7 @@ class TiedParameters:
         """Give every replica the sum of all replicas' gradients: local shards by layer and parameter, in place.
 
         Frozen ones have none: a rank with no other takes part with nothing, of the dtype and on the device of `like`.
-        The owner adds in the order of the layers and hands out its sums, so that replicas stay equal to the bit.
+        The owner adds in the order of the layers and sends out its sums, so that replicas stay equal to the bit.
         """
         to_owners, from_owners = self._gradients
         if self.group is not None and to_owners:

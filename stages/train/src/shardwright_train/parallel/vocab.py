@@ -1,4 +1,4 @@
-"""Embedding and cross entropy over a vocabulary that a tensor-parallel group shares (Shoeybi et al. 2019)."""
+"""Embedding and cross entropy with a vocabulary sharded over a tensor-parallel group (Shoeybi et al. 2019)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,7 +30,7 @@ def token_embedding(embedding: nn.Embedding, tokens: Tensor, tensor_parallel: Te
 
 
 def positions_of(tokens: Tensor, tensor_parallel: TensorParallel, given: Tensor | None = None) -> Tensor:
-    """The position numbers of tokens [b, s] that this rank holds between the matrix products.
+    """Return the position numbers of tokens [b, s] that this rank has between the matrix products.
 
     Positions count from 0 unless they are given [b, s] in the order in which ranks hold them.
     """
@@ -62,7 +62,7 @@ def sum_of_cross_entropy(logits: Tensor, labels: Tensor, first: int, group: dist
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Cross entropy that keeps the logits, whose gradient overwrites them, and widens some positions at a time."""
+    """Cross entropy that saves the logits, overwrites them by their gradient, and widens some positions at a time."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
@@ -87,7 +87,7 @@ def loss_in_chunks(
     classes: int,
     tensor_parallel: TensorParallel,
 ) -> Tensor:
-    """`loss_of_logits` of the logits of inputs [b, s, h], computed for some positions at a time, and again in backward.
+    """Return the loss of inputs [b, s, h], with logits computed in chunks of positions, and again in backward.
 
     `parameters` are those that `logits_of` computes with: their gradients are summed up in float32 at least.
     """
@@ -99,7 +99,7 @@ def loss_in_chunks(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Cross entropy that keeps neither logits nor their gradient, but computes each chunk's again."""
+    """Cross entropy that saves neither logits nor their gradient, but recomputes each chunk."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, given: Any, *parameters: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ def _overwrite_by_gradient(
 
 
 def _index(labels: Tensor, first: int, classes: int) -> tuple[Tensor, Tensor]:
-    """Each label's index among a rank's classes, or 0, and whether it is one of them."""
+    """Return each label's index among a rank's classes, or 0, and whether it is one of them."""
     index = labels - first
     mine = (index >= 0) & (index < classes)
     return index.where(mine, torch.zeros_like(index)), mine

@@ -195,7 +195,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def tried(do: Callable[[], T], place: object = None) -> tuple[T | None, ShardwrightError | None]:
-    """What a call returns, or the error that it raises in order; what the system refuses is one, of `place`."""
+    """Return the result of a call, or its orderly error; errors of the operating system are converted."""
     try:
         return do(), None
     except ShardwrightError as error:

@@ -35,18 +35,18 @@ from shardwright_train.parallel.tensor import TensorParallel, share_of
 
 
 class GivenWeights(Protocol):
-    """Initial weights from a folder, instead of drawn ones."""
+    """Initial weights read from a folder, instead of drawn ones."""
 
     def read(self, window: Tensor, name: str, shape: Sequence[int], box: Box) -> bool:
-        """Fill a tensor with the part `box` of a stock parameter.
+        """Fill a tensor with the block `box` of a stock parameter.
 
-        Return False if the folder lacks it and it must be drawn.
+        Return False if the folder does not have it and it must be drawn.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankContext:
-    """A rank's place in a plan, and the settings of its run: what building its stage needs."""
+    """A rank's place in a plan, and the settings of its run, for building its pipeline stage."""
 
     plan: Plan
     family: Family
@@ -65,25 +65,25 @@ class RankContext:
 
     @cached_property
     def order(self) -> Tensor | None:
-        """The positions of a sample [s] in the order in which ranks hold them; None if the order is unchanged."""
+        """Return the positions of a sample [s] in the order in which ranks hold them; None if it is unchanged."""
         order = position_order(self.plan, self.family.facts.attention.mask is Mask.CAUSAL)
         return None if order is None else torch.tensor(order, device=self.device)
 
     @cached_property
     def stand_in(self) -> StandIn | None:
-        """The group for which this rank stands in a measurement, or None."""
+        """Return the group that this rank represents in a measurement, or None."""
         length, ranks = self.plan.model.sequence_length * self.stands_for, self.stands_for
         order = zigzag(length, ranks) if self.family.facts.attention.mask is Mask.CAUSAL else range(length)
         return StandIn(ranks, torch.tensor(order, device=self.device)) if ranks > 1 else None
 
     @property
     def stage_index(self) -> int:
-        """The pipeline stage of this rank."""
+        """Return the index of this rank's pipeline stage."""
         return self.plan.stage_of_rank(self.rank)
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:
-        """The ranks of this rank's pipeline stage."""
+        """Return the ranks of this rank's pipeline stage."""
         return self.plan.stages[self.stage_index].ranks
 
     @property
@@ -93,7 +93,7 @@ class RankContext:
 
     @property
     def masks(self) -> tuple[tuple[int | None, Places], ...]:
-        """The distinct (window, places) of this rank's blocks that read masks of a microbatch.
+        """Return the distinct (window, places) of this rank's blocks that need masks for a micro-batch.
 
         The window is None for blocks without one; an image tower reads no mask. If ranks hold positions in another
         order, blocks read only the documents.
@@ -112,7 +112,7 @@ class RankContext:
 
     @cached_property
     def share(self) -> BatchShare:
-        """This rank's share of a global batch: the samples that some layer of it works on."""
+        """Return this rank's share of a global batch: the samples that any of its layers computes."""
         plan, chunks = self.plan, range(len(self.plan.stages[self.stage_index].layers))
         layers = [layer for chunk in chunks for layer in chunk_layers(plan, self.stage_index, chunk)]
         shards = [layout_of(strategy).activation_shard(self.me, plan.microbatch_samples, 1) for *_, strategy in layers]
@@ -159,7 +159,7 @@ class Layer:
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy by which the layer is sharded."""
+        """Return the strategy by which the layer is sharded."""
         return self.parallel.units[0].strategy
 
     @cached_property
@@ -325,7 +325,7 @@ def _constants(context: RankContext, name: str, type_name: str, tensor_parallel:
 
 
 def _begin(context: RankContext, parallel: ParallelModule, name: str, parameters: Mapping[str, Parameter]) -> None:
-    """Give a layer's shards memory, and their initial weights unless a checkpoint has them."""
+    """Allocate a layer's shards, and fill them with initial weights unless a checkpoint has them."""
     with_memory(parallel.module, context.device)
     for parameter in parallel.module.parameters():
         local_tensor(parameter.detach()).zero_()  # padding of uneven shards stays zero
@@ -334,7 +334,7 @@ def _begin(context: RankContext, parallel: ParallelModule, name: str, parameters
 
 
 def _fill(context: RankContext, parallel: ParallelModule, name: str, parameters: Mapping[str, Parameter]) -> None:
-    """Give the shards their part of the layer's initial weights, given or drawn."""
+    """Fill the shards with their part of the layer's initial weights, given or drawn."""
     model, family = context.plan.model, context.family
     fillings = family.fillings(model, name)
     for local_name, parameter in parallel.module.named_parameters():

@@ -29,7 +29,7 @@ class TensorPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class Port:
-    """A connection by which one pass's messages enter or leave a model chunk of this rank."""
+    """A connection through which one pass's messages enter or leave a model chunk of this rank."""
 
     there: tuple[int, int]
     """Pipeline stage and chunk number at the other side of the cut."""
@@ -56,7 +56,7 @@ class Pipeline:
 
     @classmethod
     def of_rank(cls, context: RankContext) -> "Pipeline":
-        """The place of a rank under a plan; if nothing before a cut is trained, no gradient goes over it."""
+        """Return a rank's place in the pipeline; no gradients are sent back if nothing before a cut is trained."""
         incoming, outgoing = {}, {}
         for cut in cuts(context.plan):
             for kind, source, target in cut.ways(needs_gradient(context.plan, *cut.target)):
@@ -67,7 +67,7 @@ class Pipeline:
         return cls(context, incoming, outgoing)
 
     def actions(self) -> tuple[Action, ...]:
-        """This rank's actions in a step, in order."""
+        """Return this rank's actions in a step, in order."""
         return stage_actions(self.context.plan, self.context.stage_index)
 
 
@@ -84,7 +84,7 @@ class StageAlone(Pipeline):
         return cls(pipeline.context, incoming, outgoing)
 
     def actions(self) -> tuple[Action, ...]:
-        """The rank's actions in a step, with as many microbatches as reach its peak memory."""
+        """Return the rank's actions in a step, shortened to those that reach its peak memory."""
         return until_fullest(super().actions())
 
 
@@ -110,7 +110,7 @@ def _port(context: RankContext, cut: Cut, kind: Pass, there: tuple[int, int], se
 
 
 class _Sent(NamedTuple):
-    """A message in flight; its tensor's memory must not be reused before it is sent."""
+    """A message being sent; its tensor's memory must not be reused before it is sent."""
 
     stage: int
     taken_at: int
@@ -141,7 +141,7 @@ class Messages:
     sends: list[_Sent] = field(default_factory=list)
 
     def expect(self, action: Action) -> None:
-        """Start to receive an action's inputs; called when the action before it begins, so that both overlap."""
+        """Start to receive an action's inputs; called when the previous action begins, so that both overlap."""
         port = self.pipeline.incoming.get((action.kind, action.chunk))
         if port is not None:
             context = self.pipeline.context
@@ -233,5 +233,5 @@ def until_fullest(actions: Sequence[Action]) -> tuple[Action, ...]:
 
 
 def _cut_off(port: Port) -> Port:
-    """The port with messages that stay here, and hold their memory as long as real ones."""
+    """Return the port with messages that are not sent, but occupy memory as real ones do."""
     return replace(port, pieces=tuple(tuple(piece._replace(group=None) for piece in pieces) for pieces in port.pieces))

@@ -1,4 +1,4 @@
-"""A training step and an evaluation of one rank: its passes, in the order of its action list.
+"""A training step, or an evaluation, of one rank: its passes, in the order of its schedule's actions.
 
 A schedule is a list of actions (kind of pass, microbatch, chunk); the simulator of the search plays the same list. For
 M microbatches with N labels in all, the runner accumulates
@@ -41,7 +41,7 @@ from shardwright_train.pipeline.stage import Stage
 
 @dataclass
 class Microbatches:
-    """The microbatches of a batch, each with the attention masks that its layers on this rank share, one per window.
+    """The micro-batches of a batch, each with the attention masks that this rank's layers need, one per window.
 
     A mask is made for a microbatch's first chunk and kept until its last chunk has read it; after that it lives only as
     long as the layers' saved tensors need it.
@@ -58,7 +58,7 @@ class Microbatches:
         return {name: x[action.microbatch * samples :][:samples] for name, x in self.batch.items()}
 
     def masked(self, batch: Batch, action: Action) -> Batch:
-        """A microbatch with the masks that its layers share, if these differ from another microbatch's."""
+        """Return a micro-batch with its layers' masks, if these differ from other micro-batches'."""
         if not self.stage.has_blocks or not (wanted := self._wanted(batch)):
             return batch
         masks = self._masks.pop(action.microbatch, None)
@@ -96,7 +96,7 @@ class Microbatches:
 
 
 def on_device(batch: Batch, context: RankContext) -> Batch:
-    """A batch on the device, its positions in the order in which ranks hold them; pixels keep theirs.
+    """Return a batch on the device, with its positions in the order in which ranks hold them; pixels keep theirs.
 
     The host waits for none of the copies: its side is pinned.
     """
@@ -108,7 +108,7 @@ def on_device(batch: Batch, context: RankContext) -> Batch:
 
 
 def mask_bytes(context: RankContext) -> int:
-    """The largest number of bytes of masks on a rank at once if documents are kept apart."""
+    """Return the peak bytes of masks on a rank if documents are separated."""
     plan, stage = context.plan, context.stage_index
     ranges = plan.stages[stage].layers
     passes, alive, largest = Counter[int](), 0, 0
@@ -240,7 +240,7 @@ class _Passes:
         self.assignments = self.loss.new_zeros(max((part.stop for part in self.experts.values()), default=0))
 
     def of_kind(self, kind: Pass) -> Callable[[Action, Action | None], None]:
-        """The method that runs a kind of pass."""
+        """Return the method that runs a kind of pass."""
         methods = {Pass.FORWARD: self.forward, Pass.BACKWARD: self.backward}
         if kind not in methods:
             raise ValueError(f"the runtime does not run passes of kind {kind}")
@@ -309,7 +309,7 @@ class _Passes:
         self.hook(name, at)
 
     def _end_segments(self, at: MicrobatchChunk) -> None:
-        """Call the hook for the segments whose backward pass has not ended yet and ends now, with the first of them."""
+        """Call the hook for the segments whose backward pass ends with this one."""
         noted = self.segments.pop(at, [])
         for name in (f"{segment}.backward" for segment in reversed(self.stage.chunks[at[1]].segments)):
             if name not in noted:
@@ -375,7 +375,7 @@ def run_forward(stage: Stage, pipeline: Pipeline, batch: Batch) -> Tensor:
 
 
 def _parts(stage: Stage, action: Action, loss: Tensor, microbatch: Batch) -> Tensor:
-    """This rank's part of a microbatch's summed loss and of its number of labels.
+    """Return this rank's part of a micro-batch's summed loss, and of its number of labels.
 
     Each rank of the head's group has the same samples, and each that shares the vocabulary the same loss.
     """
@@ -386,4 +386,4 @@ def _parts(stage: Stage, action: Action, loss: Tensor, microbatch: Batch) -> Ten
 
 
 def _no_hook(*_: object) -> None:
-    """Do nothing: no event of a forward pass is timed, and no auxiliary loss is part of an evaluation."""
+    """Do nothing: evaluations time no events and have no auxiliary loss."""

@@ -31,9 +31,9 @@ Hook = Callable[[str], None]
 class Chunk(nn.Module):
     """A model chunk: one range of layers of a rank, called in order.
 
-    Forward takes the states that the previous range hands over (none on the first) and the batch of a microbatch; it
+    Forward takes the states that the previous range passes on (none on the first) and the batch of a microbatch; it
     returns states, or at the end of the model the sum of cross entropy over the samples of this rank's group.
-    `has_backward`: whether a backward pass goes through it; `needs_gradient`: whether it hands a gradient on.
+    `has_backward`: whether a backward pass goes through it; `needs_gradient`: whether it passes a gradient on.
     """
 
     def __init__(self, layers: list[Layer], has_backward: bool, needs_gradient: bool) -> None:
@@ -90,7 +90,7 @@ class Chunk(nn.Module):
             end_without_backward(self)
 
     def start_reductions(self) -> None:
-        """Start, after a backward pass, to reduce the layers whose inputs have no gradient to trigger it."""
+        """After a backward pass, start to reduce the layers whose inputs have no gradient to trigger it."""
         for layer in self.layers:
             layer.start_reductions()
 
@@ -115,12 +115,12 @@ class Stage:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether some layer is neither the embedding nor the head."""
+        """Return whether any layer is neither the embedding nor the head."""
         return any(layer.kind not in (EMBEDDING, HEAD) for layer in self.layers)
 
     @property
     def has_backward(self) -> bool:
-        """Whether a backward pass goes through some chunk."""
+        """Return whether a backward pass goes through any chunk."""
         return any(chunk.has_backward for chunk in self.chunks)
 
     def computes(self, action: Action) -> bool:
@@ -145,7 +145,7 @@ class Stage:
         return dict(zip(self.parameters_by_name(), owners, strict=True))
 
     def replicas(self) -> frozenset[str]:
-        """The names of the parameters that are replicas of another layer's."""
+        """Return the names of the parameters that are replicas of another layer's."""
         full = zip(self.parameters(), self.parameters_by_name(), strict=True)
         return frozenset(name for (e, described, _), name in full if (e.name, described) in self.tied.replicas)
 
@@ -231,7 +231,7 @@ def _site(context: RankContext, tensor: BoundaryTensor) -> RedistributionSite:
 
 
 def _hooked_both_ways(states: States, hook: Hook, ended: str, begun: str, is_output: bool = False) -> States:
-    """Call the hook at the boundary of two segments: the forward pass ends one, and the gradients end the other.
+    """Call the hook at the boundary of two segments, when the forward pass and when the gradients reach it.
 
     Returns views, because a state may have other uses before the border, and none after it: the other segment's
     backward pass is over when its gradients exist. An output has no other use, and FSDP2 wants no view there.

@@ -1,1 +1,1 @@
-"""Training with a plan."""
+"""The training loop: steps, evaluation, checkpoints, metrics and stops."""

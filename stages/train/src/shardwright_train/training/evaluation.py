@@ -71,7 +71,7 @@ class Evaluator:
     world: World
 
     def evaluate(self, step: int, stops: Callable[[], bool] = lambda: False) -> Evaluation | None:
-        """The mean loss over all labels that count, after a step; None if a rank wants to stop.
+        """Return the mean loss over all labels, without ignored positions, after a step; None if a rank wants to stop.
 
         Parameters, gradients, moments and random states are left as they are. Raises RunFailed on all ranks if the
         loss is not a number or no label counts.

@@ -41,7 +41,7 @@ class RunNames:
 
 
 class _Library(NamedTuple):
-    """A library that logs, and the package that `pip` installs it by."""
+    """A logging library, and the name of its package for `pip`."""
 
     package: str
     installed_as: str
@@ -88,7 +88,7 @@ def check_loggers(names: tuple[LogTo, ...]) -> None:
 
 
 def scalars(metrics: StepMetrics, prediction: Prediction | None) -> dict[str, float]:
-    """The numbers of a step by name, without unknown ones."""
+    """Return the numbers of a step by name, without unknown ones."""
     evaluation = metrics.evaluation
     values = {
         "loss/train": metrics.loss,

@@ -72,16 +72,16 @@ class _Run:
 
     @property
     def tries(self) -> bool:
-        """Whether pipeline stages are tried alone before the first step."""
+        """Return whether pipeline stages are tried alone before the first step."""
         return self.job.trial and len(self.plan.stages) > 1
 
     def evaluates_after(self, step: int) -> bool:
-        """Whether an evaluation follows a step."""
+        """Return whether an evaluation follows a step."""
         interval = self.job.eval_every
         return step == self.job.steps or (interval > 0 and step % interval == 0)
 
     def read(self, step: int) -> Step:
-        """The inputs of a step, read ahead of it."""
+        """Return the inputs of a step, read ahead of it."""
         share = self.engine.stage.context.share
         first = self.resumed.samples + (step - self.resumed.step - 1) * share.global_samples
         batch = on_host(self.batches.read(first, share), self.world.device)
@@ -160,7 +160,7 @@ def _agreed_inputs(job: RunOptions, plan: Plan, world: World) -> tuple[Batches, 
 
 
 def _loggers(job: RunOptions, plan: Plan, world: World, folder: Path, first: int) -> Loggers:
-    """The requested loggers on rank 0, none on the others."""
+    """Return the requested loggers on rank 0, none on other ranks."""
 
     def opened() -> Loggers:
         if world.rank:
@@ -172,7 +172,7 @@ def _loggers(job: RunOptions, plan: Plan, world: World, folder: Path, first: int
 
 
 def _weights(job: RunOptions, plan: Plan, world: World) -> Weights | None:
-    """The initial weights, if a folder is given."""
+    """Return the initial weights, if a folder is given."""
     if job.weights is None:
         return None
     folder, family = job.weights, family_of(plan.model, job.plan)
@@ -268,7 +268,7 @@ def _steps(run: _Run, ready: Iterator[Step], stop_asked: list[int]) -> Progress:
 
 
 def _scale_after(run: _Run, work: Step, outcome: StepOutcome, scale: LossScale) -> LossScale:
-    """The scale of the next step's loss.
+    """Return the loss scale of the next step.
 
     Raises RunFailed, on all ranks, if loss or gradient norm is not a number and no overflow that a lower scale mends.
     """
@@ -283,7 +283,7 @@ def _scale_after(run: _Run, work: Step, outcome: StepOutcome, scale: LossScale) 
 def _progress_after(
     run: _Run, before: Progress, outcome: StepOutcome, scale: LossScale, best: Best | None, took_s: float
 ) -> Progress:
-    """The progress after one more step; this process has taken `took_s` for its steps."""
+    """Return the progress after one more step; this process has taken `took_s` for its steps."""
     return Progress(
         step=before.step + 1,
         samples=before.samples + run.plan.global_batch_size,

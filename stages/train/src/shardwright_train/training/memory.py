@@ -47,7 +47,7 @@ def lack_of_memory_explained(file: Path, plan: Plan, engine: Engine) -> Iterator
 
 
 def _resident(engine: Engine) -> dict[str, int]:
-    """Bytes on this rank's device by category, the rest of PyTorch's memory last."""
+    """Return the bytes on this rank's device by category, the rest of PyTorch's memory last."""
     parameters = list(engine.optimizer.parameters.values())
     gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
     device = engine.stage.context.device
@@ -68,14 +68,14 @@ def _sizes_text(sizes_bytes: Mapping[str, int]) -> str:
 
 
 def prediction_of(file: Path, plan: Plan) -> Prediction | None:
-    """The prediction next to a plan's file, if it exists and is of this plan."""
+    """Return the prediction next to a plan's file, if it exists and is of this plan."""
     prediction_file = file.with_suffix(".prediction.json")
     prediction = read_document(prediction_file, Prediction) if prediction_file.is_file() else None
     return prediction if prediction is not None and prediction.plan_sha256 == plan.sha256 else None
 
 
 def _fitting_plan(prediction: Prediction, stage: StagePrediction, needed: int, plan: Plan, file: Path) -> str:
-    """The best runner-up that fits even if it exceeds its prediction as much as this plan did."""
+    """Return, in words, the best runner-up that fits even if it exceeds its prediction as much as this plan did."""
     factor = max(1.0, needed / stage.memory_bytes)
     room = min(node.memory_bytes for node in plan.cluster.node_types.values())
     for number, runner_up in enumerate(prediction.runners_up, start=1):

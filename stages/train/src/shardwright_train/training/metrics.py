@@ -1,4 +1,4 @@
-"""What a run writes about its steps: metrics.jsonl, a line for each, and load.json, the mean load of experts."""
+"""Files about a run's steps: metrics.jsonl, a line for each step, and load.json, the mean load of experts."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ class LoadLog:
         self._sums = {layer: _LayerSums.of_experts(part.stop - part.start) for layer, part in self._slices.items()}
 
     def resume(self, folders: Sequence[Path], step: int) -> None:
-        """Continue from the load.json, in the first of some folders that has one, which ends with a step.
+        """Continue from the first load.json in these folders that ends at this step.
 
         Raises BadInput for a damaged one, and for one that another model or program wrote.
         """
@@ -57,12 +57,12 @@ class LoadLog:
                 return
 
     def _misfit(self, load: ExpertLoad) -> str | None:
-        """Why sums cannot be continued from a load, or None if they can."""
+        """Return why sums cannot be continued from a load, or None if they can."""
         if (problem := load_misfit(load, self.model)) is not None:
             return problem
         groups = {one.layer: {group.ep_size for group in one.groups} for one in load.layers}
         lacking = (layer for layer, sums in self._sums.items() if groups.get(layer) != set(sums.imbalance))
-        return next((f"it lacks groups of layer {layer}, which a run logs" for layer in lacking), None)
+        return next((f"it has no groups of layer {layer}, which a run logs" for layer in lacking), None)
 
     def add(self, step: int, assignments: Sequence[float]) -> None:
         """Count a step, by how often each expert of each layer with experts was chosen, in order."""
@@ -85,7 +85,7 @@ class LoadLog:
 
 @dataclass
 class _LayerSums:
-    """Sums over steps of the shares of a layer's experts, and of the imbalance of each number of groups."""
+    """Sums over steps of the shares of a layer's experts, and of the imbalance for each number of groups."""
 
     shares: NDArray[np.float64]
     imbalance: dict[int, float]

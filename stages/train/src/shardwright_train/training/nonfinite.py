@@ -43,7 +43,7 @@ class LossScale:
 
     @property
     def can_fall(self) -> bool:
-        """Whether an overflow may come from the scale; at 1 it comes from the model."""
+        """Return whether an overflow may come from the loss scale; at 1 it comes from the model."""
         return not self.fixed and self.value > _MIN_SCALE
 
     def after(self, overflowed: bool) -> "LossScale":
@@ -59,7 +59,7 @@ class LossScale:
 
 
 def first_nonfinite(engine: Engine, step: Step, world: World) -> str:
-    """Run a step again, checking every layer's output and gradients, and return where the first nonfinite value is.
+    """Run a step again, checking every layer's output and gradients, and return where the first non-finite value is.
 
     Collective over the world; the parameters are as they were, for such a step updates nothing.
     """

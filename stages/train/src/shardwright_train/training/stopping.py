@@ -15,7 +15,7 @@ NOTE, DONE = "STOPPED.json", "DONE.json"
 
 
 def stop_note(step: int, steps: int, in_time: bool, checkpoint: object) -> StopNote:
-    """The note of a run that stops now; `in_time` unless its own time is up."""
+    """Return the note of a run that stops now; `in_time` unless its own time limit was reached."""
     return StopNote(
         step=step,
         steps=steps,
@@ -27,7 +27,7 @@ def stop_note(step: int, steps: int, in_time: bool, checkpoint: object) -> StopN
 
 @dataclass(frozen=True)
 class Grace:
-    """The time from a stop signal to the kill that follows it, with the known duration of a stop."""
+    """The time between a stop signal and the kill that follows it, and the known duration of a stop."""
 
     given_s: float | None
     """Seconds from the stop signal to the kill; None: unknown."""
@@ -38,7 +38,7 @@ class Grace:
     warned: bool = False
 
     def after(self, step_s: float, saves_s: Sequence[float]) -> "Grace":
-        """The grace after one more step; warn once if it is too short for a step and the longest save."""
+        """Return the grace after one more step; warn once if it is too short for a step and the longest save."""
         step_s, save_s = max(step_s, self.step_s), max(saves_s, default=0.0)
         takes_s = step_s + self.saves * save_s
         if self.given_s is None or self.warned or takes_s <= self.given_s:
@@ -51,7 +51,7 @@ class Grace:
 
 @contextmanager
 def asked_to_stop() -> Iterator[list[int]]:
-    """Collect the stop signals of this process instead of dying of them."""
+    """Collect the stop signals of this process instead of ending it."""
     asked: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _frame: asked.append(number))
     interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -64,7 +64,7 @@ def asked_to_stop() -> Iterator[list[int]]:
 
 @dataclass(frozen=True)
 class Due:
-    """A schedule of saves and of the stop, by this process's clock; the step shares its decision with all ranks."""
+    """The schedule of saves and of the stop, by this process's clock; all ranks agree on it in each step."""
 
     every_steps: int
     every_minutes: float
@@ -75,7 +75,7 @@ class Due:
     saved_s: float = field(default_factory=time.monotonic)
 
     def by_step(self, step: int) -> bool:
-        """Whether a checkpoint is due after a step."""
+        """Return whether a checkpoint is due after a step."""
         return step % self.every_steps == 0
 
     def by_time(self) -> bool:
@@ -83,9 +83,9 @@ class Due:
         return 0 < self.every_minutes * 60 < time.monotonic() - self.saved_s
 
     def to_stop(self) -> bool:
-        """Whether the time of this process is up."""
+        """Return whether this process's time limit was reached."""
         return self.max_time_s is not None and time.monotonic() - self.began_s > self.max_time_s
 
     def saved(self) -> "Due":
-        """The schedule after a checkpoint saved now."""
+        """Return the schedule after a checkpoint saved now."""
         return replace(self, saved_s=time.monotonic())

@@ -30,7 +30,7 @@ _REMEDY = "describe the model with --lora from this folder, and plan for that"
 
 
 class AdapterTensor(NamedTuple):
-    """A low-rank matrix of a file, and the parameter that it is."""
+    """A low-rank matrix in a file, and the parameter that it fills."""
 
     stored: Stored
     parameter: Parameter
@@ -72,7 +72,7 @@ def open_adapter(folder: Path, model: Model, family: Family) -> dict[str, Adapte
 
 
 def _check_configuration(folder: Path, model: Model) -> None:
-    """Raise BadInput if an adapter has another scaling, or other weights, than the model was described with."""
+    """Raise BadInput if an adapter's scaling or weights differ from those the model was described with."""
     (given, *_), file, wanted = *read_adapter(folder), model.low_rank
     assert wanted is not UNSET
     kept = {name: getattr(wanted, name) for name in ("targets", "starts_at_zero", "alphas")}
@@ -91,7 +91,7 @@ def low_rank_parameters(model: Model, family: Family) -> Iterator[tuple[str, Par
 
 
 def as_in_file(values: Tensor, parameter: Parameter) -> Tensor:
-    """A low-rank matrix as peft holds it: [rows, columns], with the matrices of all experts side by side.
+    """Return a low-rank matrix in peft's form: [rows, columns], with all experts' matrices in one.
 
     A of experts is [experts x rank, inputs], B is [outputs, rank x experts].
     """

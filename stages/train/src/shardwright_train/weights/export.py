@@ -55,7 +55,7 @@ _FORMATS = ("dtype", "torch_dtype")
 
 
 class _Exported(NamedTuple):
-    """A tensor of a file of transformers: its name, its shape, and the parameters whose rows it holds, in order."""
+    """A tensor of an exported file: its name, its shape, and the parameters whose rows it contains, in order."""
 
     name: str
     shape: tuple[int, ...]
@@ -69,7 +69,7 @@ class _Exported(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the tensor's values."""
+        """Return the bytes of the tensor's values."""
         return prod(self.shape) * self.dtype.itemsize
 
     def windows(self, values: Tensor) -> dict[str, Tensor]:
@@ -105,7 +105,7 @@ def export(options: ConvertOptions) -> None:
 
 
 def _folder(given: Path, *, best: bool) -> Path:
-    """The requested checkpoint: the given one, or a run's last or best."""
+    """Return the requested checkpoint: the given one, or a run's last or best."""
     if not given.is_file():
         if best:
             raise BadInput(given, "--best needs a run, not a checkpoint", "pass the run's DONE.json")
@@ -153,7 +153,7 @@ def _parameters(
 
 
 def _pieces(whole: _Exported, source: Source | None) -> Iterator[_Exported]:
-    """Yield a tensor, or what files hold in its place: one for each expert and matrix."""
+    """Yield a tensor, or the pieces that files store instead: one for each expert and matrix."""
     if source is None:
         yield whole
         return
@@ -202,7 +202,7 @@ def _config(model: Model, family: Family, copy_from: Path | None, dtype: torch.d
 
 
 def _ends(model: Model, end: tuple[str, int] | None) -> dict[str, int]:
-    """The entry of the token that ends a text, if the model's own entry does not have the tokenizer's."""
+    """Return the entry for the end-of-text token, if the model's own entry differs from the tokenizer's."""
     known = model.config.get("eos_token_id")
     if end is None or end[1] in (known if isinstance(known, list) else [known]):
         return {}

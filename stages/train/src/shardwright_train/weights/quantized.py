@@ -1,4 +1,4 @@
-"""Matrices that files hold in few bits, with scales of their blocks; parts of them are computed as transformers does.
+"""Matrices stored in few bits, with block scales, dequantized exactly as transformers does.
 
 - FP8 (`quant_method: fp8`, DeepSeek-V3): a matrix in e4m3 [rows, columns] and NAME_scale_inv [rows / m, columns / n],
   rounded up, for blocks of `weight_block_size` m x n, 128 x 128 if published. A value is its number times its scale.
@@ -36,7 +36,7 @@ _REMEDY = "have transformers load and dequantize the model, and save it in bfloa
 
 
 class Scales(NamedTuple):
-    """The scales of a matrix in a file."""
+    """The block scales of a matrix in a file."""
 
     file: Path
     key: str
@@ -45,7 +45,7 @@ class Scales(NamedTuple):
 
     @property
     def format(self) -> str:
-        """The format of the numbers, as messages name it."""
+        """Return the name of the number format, for messages."""
         return _MXFP4 if self.block is None else _FP8
 
 
@@ -62,7 +62,7 @@ class Stored(NamedTuple):
     """Those of a quantized matrix, whose shape is then that of its values."""
 
     def part(self, opened: Any, ranges: Sequence[slice]) -> Tensor:
-        """The values [as many as each range has] of an opened file; ranges have a begin and an end."""
+        """Return the values in these ranges (begin and end for each dim) of an opened file."""
         held = opened.get_slice(self.key)
         if self.scales is None:
             part: Tensor = held[tuple(ranges)]
@@ -105,7 +105,7 @@ def _of_groups(blocks: Any, scales: Any, ranges: Sequence[slice]) -> Tensor:
 
 
 def with_values(file: Path, stored_in: object, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """The tensors of a folder, those in few bits under the names and with the shapes of what they hold.
+    """Return the tensors of a folder; quantized ones have the names and shapes of the values they represent.
 
     `stored_in`: the quantization_config of `file`, if it has one. Raises BadInput for formats that are not read.
     """

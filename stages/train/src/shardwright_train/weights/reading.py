@@ -1,4 +1,4 @@
-"""Initial weights from a folder of config.json and safetensors; it is read as data, and nothing outside it is read.
+"""Initial weights from a folder of config.json and safetensors; nothing outside the folder is read.
 
 Its tensors are matched with the parameters of a plan's model; of each, a rank reads the part that it holds and no more.
 """
@@ -57,7 +57,7 @@ _Slices = tuple[slice | int, ...]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a folder; raises BadInput if it is missing. Code that it names is not run."""
+    """Return the config.json of a folder; raise BadInput if it is missing. Code that it names is not run."""
     if not folder.is_dir():
         raise BadInput(folder, "is not a folder", "pass one with config.json and safetensors files")
     return read_object(inside(folder, CONFIG))
@@ -71,7 +71,7 @@ def refuse_code(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a folder by key, from one file or from those that its index names, without reading any.
+    """Return every tensor of a folder by key, from one file or from those that its index names, without reading any.
 
     Raises BadInput naming the file that is missing, lies outside, is not a valid safetensors file, or lacks a key.
     """
@@ -84,12 +84,12 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     named = _weight_map(index)
     headers = {name: header(inside(folder, name)) for name in sorted(set(named.values()))}
     if absent := [key for key, name in named.items() if key not in headers[name]]:
-        raise BadInput(index, f"says that {absent[0]} is in {named[absent[0]]}, which does not contain it", _AGAIN)
+        raise BadInput(index, f"maps {absent[0]} to {named[absent[0]]}, which does not contain it", _AGAIN)
     return {key: headers[name][key] for key, name in named.items()}
 
 
 def inside(folder: Path, name: str) -> Path:
-    """A file of a folder; raises BadInput if it is a link that leads elsewhere, or no regular file.
+    """Return a file of a folder; raise BadInput if it is not a regular file, or a link out of the folder.
 
     The Hub's own cache may link to its blobs: `snapshots/REVISION/FILE` to `blobs/`, two folders up.
     """
@@ -159,7 +159,7 @@ class Weights:
         return notes + ([f"stored in {listed(dtypes)}, kept in {kept_in}"] if dtypes - {kept_in} else [])
 
     def read(self, window: Tensor, name: str, shape: Sequence[int], box: Box) -> bool:
-        """Fill a tensor with the part `box` of a parameter of a `shape`; False if it must be drawn.
+        """Fill a tensor with the block `box` of a parameter of a `shape`; return False if it must be drawn.
 
         Raises BadInput if the file has changed since, or holds two different values of a tied parameter.
         """
@@ -189,7 +189,7 @@ class Weights:
 
 
 def open_weights(folder: Path, model: Model, family: Family, allow_new: bool, adapter: Path | None = None) -> Weights:
-    """Match a folder, and one of a trained `adapter`, with a plan's model; `allow_new` permits missing head parameters.
+    """Match a folder, and a trained `adapter`, with a plan's model; `allow_new` permits missing head parameters.
 
     Raises BadInput in one line for a configuration or a shape that is not the model's, for parameters that are missing,
     and for surplus ones inside its blocks.
@@ -241,7 +241,7 @@ def stored_names(stock: Any, names: Sequence[str]) -> dict[str, str]:
 
 
 def source_of_name(stock: Any, name: str) -> Source | None:
-    """The first matrix, in files, of each expert of a parameter; None if files hold it whole."""
+    """Return the first matrix, in files, of each expert of a parameter; None if files store the parameter whole."""
     _, converters = _by_kind(get_model_conversion_mapping(stock, add_legacy=False))
     patterns = (c.source_patterns[0] for c in converters if any(map(name.endswith, c.target_patterns)))
     return source_of(next(patterns, None), converters)
@@ -258,7 +258,7 @@ def _is_buffer(name: str, stock: Any) -> bool:
 
 
 def _rows_of(stored: Stored, parameters: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Stored]]:
-    """Yield the parameters that a tensor of a file holds, each with its rows of it."""
+    """Yield the parameters in a tensor of a file, each with its rows."""
     if len(parameters) == 1:
         yield next(iter(parameters)), stored
         return
@@ -315,7 +315,7 @@ def _read(stored: Stored, window: Tensor, shape: Sequence[int], box: Box) -> Non
 
 
 def _moved(part: tuple[slice, ...], rows: int) -> tuple[slice, ...]:
-    """Slices of a tensor, given those of its rows from an offset on."""
+    """Return slices of a tensor, shifted by the offset of its rows."""
     return (slice(part[0].start + rows, part[0].stop + rows), *part[1:]) if rows else part
 
 

@@ -1,4 +1,4 @@
-"""Tensors as safetensors files hold them: whole, several parameters stacked in one, or a parameter in pieces.
+"""Tensors in safetensors files: a whole parameter, several stacked parameters, or a piece of a parameter.
 
 transformers merges the pieces of experts by its conversion mapping: experts in the first dim, then matrices side by
 side in the second.
@@ -87,7 +87,7 @@ class Source(NamedTuple):
     matrix: int
 
     def place(self, key: str) -> Place | None:
-        """The place of a tensor by its key in a file."""
+        """Return the place of a tensor by its key in a file."""
         pattern = re.escape(self.patterns[self.matrix]).replace(re.escape(_NUMBER), r"(\d+)")
         match = re.search(pattern, key)
         return None if match is None else Place(int(match[1]), self.matrix)
@@ -109,12 +109,12 @@ def piece_shape(shape: tuple[int, ...], source: Source) -> tuple[int, ...]:
 
 
 def places(shape: Sequence[int], source: Source) -> Iterator[Place]:
-    """Yield the places of all pieces of a parameter, in the order in which it holds them."""
+    """Yield the places of all pieces of a parameter, in order."""
     return (Place(*at) for at in product(range(shape[0]), range(len(source.patterns))))
 
 
 def key_of(pattern_name: str, source: Source, place: Place) -> str:
-    """The name of a piece in a file, from the name of the first matrix, in which a pattern stands for its number."""
+    """Return the name of a piece in a file, from the name of the first matrix with a placeholder for its number."""
     named = pattern_name.replace(source.patterns[0], source.patterns[place.matrix])
     return named.replace(_NUMBER, str(place.expert))
 
@@ -127,7 +127,7 @@ class Pieces(NamedTuple):
     tensors: dict[Place, Stored]
 
     def wrong(self, name: str, stored_name: str, is_whole: bool) -> str | None:
-        """What is wrong with them: they are missing or too many, or the parameter is there as a whole, too.
+        """Return what is wrong with the pieces, or None: missing, surplus, or the whole parameter exists, too.
 
         `stored_name` is the parameter's in files, as `key_of` has it.
         """
@@ -169,7 +169,7 @@ class _Wanted(NamedTuple):
 
 
 def _windows(box: Box, matrices: int) -> Iterator[_Wanted]:
-    """Yield what a part of a parameter needs.
+    """Yield the pieces, and their parts, that a block of a parameter needs.
 
     The parameter's shape is [experts, rows, columns], or [experts, matrices, rows, columns] if several are side by
     side.

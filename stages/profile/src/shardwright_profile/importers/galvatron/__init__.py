@@ -1,1 +1,1 @@
-"""Profiles of hetu-galvatron."""
+"""Importers of profiles of hetu-galvatron."""

@@ -44,16 +44,16 @@ class _Cluster(NamedTuple):
     gpus_per_node: int
 
     def key(self, collective: Collective, group_size: int, consecutive: bool) -> CollectiveKey:
-        """A collective's key: neighbours cross nodes when one is too small; others lie evenly over all ranks."""
+        """Return a collective's key: neighbours fill nodes; other groups are spread evenly over all nodes."""
         most = min(group_size, self.gpus_per_node)
         return CollectiveKey(collective, group_size, most if consecutive else -(-group_size // self.nodes), consecutive)
 
 
 def import_galvatron_hardware(options: GalvatronHardwareOptions) -> HardwareProfile:
-    """The profile that the tables determine; if two files state the same figure, the first counts.
+    """Return the profile that the tables determine; if two files state the same figure, the first counts.
 
     Times of whole collectives, as measured, are taken before bandwidths, and their disagreement is noted. A gather and
-    a scatter are half of an all-reduce (ring, derived). Where no all-to-all was timed, the bus bandwidth of the
+    a scatter are half of an all-reduce (ring, derived). If no all-to-all was timed, the bus bandwidth of the
     all-reduce is assumed for it. Raises BadInput if a table says something impossible, or nothing.
     """
     if not (options.allreduce or options.sp_time):
@@ -91,7 +91,7 @@ def write_galvatron_hardware(options: GalvatronHardwareOptions) -> None:
 
 
 def _first(items: Iterable[tuple[CollectiveKey, _Figure]]) -> dict[CollectiveKey, _Figure]:
-    """One figure for each kind of collective, from the first file that has it."""
+    """Return one figure for each kind of collective, from the first file that has it."""
     figures: dict[CollectiveKey, _Figure] = {}
     for key, figure in items:
         figures.setdefault(key, figure)
@@ -99,7 +99,7 @@ def _first(items: Iterable[tuple[CollectiveKey, _Figure]]) -> dict[CollectiveKey
 
 
 def _timed(file: Path, notes: list[str]) -> Iterator[tuple[CollectiveKey, list[HardwarePoint]]]:
-    """Yield the times of whole collectives among neighbours, given in ms for messages in MiB."""
+    """Yield the times of complete collectives among neighbours, from ms for messages in MiB."""
     cluster, by_key = _cluster(file), dict[CollectiveKey, list[HardwarePoint]]()
     for match, time_ms in _matches(file, _TIME, notes):
         collective = Collective.ALL_REDUCE if match["kind"] == "allreduce" else Collective.ALL_TO_ALL
@@ -125,7 +125,7 @@ def _bandwidths(file: Path, notes: list[str]) -> Iterator[tuple[CollectiveKey, f
 
 
 def _sends(files: Iterable[Path], notes: list[str]) -> dict[CollectiveKey, float]:
-    """The bandwidth of sends by layout; among several strides the slowest is taken and noted."""
+    """Return the bandwidth of sends by layout; of several strides the slowest is used, with a note."""
     known: dict[CollectiveKey, list[float]] = {}
     for file in files:
         cluster = _cluster(file)
@@ -181,6 +181,6 @@ def _matches(file: Path, grammar: re.Pattern[str], notes: list[str]) -> Iterator
 
 def _cluster(file: Path) -> _Cluster:
     if (match := _CLUSTER.fullmatch(file.name)) is None:
-        problem = "its name does not say of how many nodes and GPUs it is"
+        problem = "its name does not state the number of nodes and GPUs"
         raise BadInput(file, problem, "name it ..._1nodes_8gpus_per_node.json, as Galvatron does")
     return _Cluster(int(match["nodes"]), int(match["gpus"]))

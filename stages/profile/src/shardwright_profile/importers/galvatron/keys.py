@@ -59,7 +59,7 @@ class Sharding(NamedTuple):
 
     @property
     def world(self) -> int:
-        """The number of GPUs."""
+        """Return the number of GPUs."""
         return self.pp_size * self.tp_size * self.dp_size
 
 
@@ -101,7 +101,7 @@ class Memory(NamedTuple):
 
 
 def read_numbers(file: Path) -> dict[str, float]:
-    """The numbers of a JSON object; raises BadInput for anything else."""
+    """Return the numbers of a JSON object; raise BadInput for anything else."""
     return {key: _number(file, key, value) for key, value in read_object(file, _MAX_BYTES).items()}
 
 
@@ -149,11 +149,11 @@ def read_memory(file: Path) -> Memory:
 
 
 def _number(file: Path, key: str, value: object) -> float:
-    """A JSON number as float; raises BadInput if it is not a number, or implausibly large."""
+    """Return a JSON number as float; raise BadInput if it is not a number, or implausibly large."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadInput(file, f"{key!r} is {_shown(value)}, not a number", "measure that point again")
     if abs(value) > _MAX_NUMBER:
-        raise BadInput(file, f"{key!r} is too large to be true", "measure that point again")
+        raise BadInput(file, f"{key!r} is implausibly large", "measure that point again")
     return float(value)
 
 

@@ -23,9 +23,9 @@ _STALE = 0.01
 
 
 class ModelMemory(NamedTuple):
-    """The memory figures of one length, all from one kind of the file's tables.
+    """The memory figures of one sequence length, all from one kind of the file's tables.
 
-    Figures that the file lacks are absent.
+    Figures that the file does not have are absent.
     """
 
     sequence: bool
@@ -64,7 +64,7 @@ class ModelMemory(NamedTuple):
 
 
 def tables_of(memory: Memory, asked: SequenceParallel | None) -> bool:
-    """Whether to use the tables with sequence parallelism: as asked for, else if the file has them.
+    """Return whether to use the tables with sequence parallelism: as requested, else if the file has them.
 
     The two kinds were measured apart, and may differ at tp_size 1 too: one import never mixes them. Raises BadInput
     if the file has none of the kind asked for.
@@ -80,7 +80,7 @@ def tables_of(memory: Memory, asked: SequenceParallel | None) -> bool:
 
 
 def model_memory(memory: Memory, lengths: Lengths, types: Sequence[str], sequence: bool) -> ModelMemory:
-    """The memory of one kind of tables at one length: `lengths` by type, or one for all of them."""
+    """Return the memory figures of one kind of tables at one length; `lengths`: by type, or one for all types."""
     kind = _kind(sequence)
     notes = [f"Memory, at tp_size 1 too, is what was measured {kind}."]
     layers: dict[str, Figures] = {}
@@ -122,7 +122,7 @@ def _given_and_raw(memory: Memory, lengths: Lengths, index: int, sequence: bool)
 
 
 def _differing(subject: str, used: Figures, other: Figures) -> Iterator[str]:
-    """Yield the figures of a single rank in which two tables differ; nothing if one of them is empty."""
+    """Yield sentences on figures of a single rank in which two tables differ; none if one of them is empty."""
     if not (used and other):
         return
     names = (PARAMETER_SIZE, MODEL_STATES, ACTIVATION, CHECKPOINT)
@@ -133,7 +133,7 @@ def _differing(subject: str, used: Figures, other: Figures) -> Iterator[str]:
 
 
 def _disagreements(index: int, given: Figures, raw: Figures) -> Iterator[str]:
-    """Yield a sentence for each figure of the table that its own raw rows contradict."""
+    """Yield a sentence for each figure of the table that the file's raw rows contradict."""
     order = (PARAMETER_SIZE, CHECKPOINT, ACTIVATION)
     for name, tp_size in sorted(given.keys() & raw.keys(), key=lambda key: (order.index(key[0]), key[1])):
         table, rows = given[name, tp_size], raw[name, tp_size]

@@ -26,7 +26,7 @@ FLAT_FAMILY = "galvatron"
 
 
 class Hardware(NamedTuple):
-    """A hardware profile and the file it is from."""
+    """A hardware profile and its file."""
 
     file: Path
     profile: HardwareProfile
@@ -79,7 +79,7 @@ def write_galvatron(options: GalvatronOptions) -> None:
 
 
 def import_galvatron(request: GalvatronRequest) -> ModelProfile:
-    """The profile that the files determine, with every assumption and defect in its notes.
+    """Return the profile that the files determine, with every assumption and defect in its notes.
 
     Raises BadInput if models and files do not belong together, if a point is missing or impossible, and if
     tensor parallelism is asked for without hardware to price its traffic.
@@ -153,7 +153,7 @@ def _heading(request: GalvatronRequest) -> Iterator[str]:
     yield "Optimizer, reduction, process and step overhead are not in the files: absent."
     yield "A recomputed layer holds for a moment what it holds without recomputation (workspace, derived)."
     if request.models[0].family == FLAT_FAMILY:
-        yield "The model's parameters are flat: as many as the memory file says, of shapes that are not known."
+        yield "The model's parameters are flat: their number is the memory file's, their shapes are not known."
     if max(request.options.sizes) > 1:
         yield (
             "Beyond tp_size 1 nothing was timed: computation is assumed to divide evenly, and the traffic is of"
@@ -162,14 +162,14 @@ def _heading(request: GalvatronRequest) -> Iterator[str]:
     if request.options.micro_batches:
         yield "Micro-batches that were asked for but not measured are off a line through those measured (derived)."
     if all(not forward.lengths for forward in request.computation.forwards):
-        yield "The file of times does not say its sequence_length: the model's is taken on trust."
+        yield "The file of times does not state its sequence_length: the model's is assumed."
     asked = {lengths_of(request.computation, model.sequence_length) for model in request.models}
     if others := sorted({forward.lengths for forward in request.computation.forwards} - asked):
         yield f"Times of {len(others)} further lengths are in the file and were not asked for."
     unknown = (*request.computation.unknown, *(request.memory.unknown if request.memory else ()))
     if unknown:
         more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
-        yield f"Keys that are not understood were passed over: {', '.join(unknown[:5])}{more}."
+        yield f"Unknown keys were ignored: {', '.join(unknown[:5])}{more}."
 
 
 def _rows(length: _Length, notes: list[str]) -> Iterator[LayerRow]:
@@ -192,7 +192,7 @@ def _rows(length: _Length, notes: list[str]) -> Iterator[LayerRow]:
 
 
 def _row(length: _Length, strategy: LayerStrategy, point: Point, activation: Sourced, workspace: Sourced) -> LayerRow:
-    """A row: computation divided by tp_size, and the traffic added; bytes are given for a sample."""
+    """Return a row: computation divided by tp_size, plus communication; bytes are given for a sample."""
     request, size = length.request, point.micro_batch_size
     traffic: Mapping[Pass | None, float] = dict.fromkeys(Pass, 0.0)
     if strategy.tp_size > 1 and request.hardware is not None:
@@ -253,7 +253,7 @@ def _states(length: _Length) -> Iterator[StateRow]:
 def _traffic_s(
     hardware: Hardware, model: Model, strategy: LayerStrategy, samples: int, itemsize: int
 ) -> dict[Pass | None, float]:
-    """The seconds that one layer spends on collectives for a microbatch of `samples` samples, by pass.
+    """Return the seconds of one layer's collectives for a micro-batch of `samples` samples, by pass.
 
     The collectives, all inside the layer's tensor-parallel group, follow one another.
     """
@@ -267,7 +267,7 @@ def _traffic_s(
 
 
 def _time_s(hardware: Hardware, message: Message) -> float:
-    """The time of a message on neighbouring ranks, inside a node if one holds them all."""
+    """Return the time of a message among neighbouring ranks, inside a node if the group fits into one."""
     neighbours = (message.collective, message.group_size, True)
     curves = hardware.profile.curves
     alike = (key for key in curves if (key.collective, key.group_size, key.consecutive) == neighbours)

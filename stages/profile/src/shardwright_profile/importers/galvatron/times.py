@@ -32,7 +32,7 @@ class Point(NamedTuple):
 
 
 class LayerTimes(NamedTuple):
-    """The forward times of one length of a file."""
+    """The forward times at one sequence length of a file."""
 
     layers: tuple[tuple[Point, ...], ...]
     """Points of one layer for a microbatch, by type."""
@@ -42,7 +42,7 @@ class LayerTimes(NamedTuple):
 
 
 class _Defects:
-    """The defects of a file: each is refused or, with `repair`, noted with what is done about it."""
+    """The defects of a file: each is refused or, with `repair`, repaired with a note."""
 
     def __init__(self, file: Path, repair: bool) -> None:
         self.file, self._repair, self.notes = file, repair, list[str]()
@@ -64,7 +64,7 @@ class _Difference(NamedTuple):
 
 
 def lengths_of(computation: Computation, sequence_length: int) -> Lengths:
-    """The file's key for a length: the list that starts with it, or none in a file without lengths."""
+    """Return the file's key for a length: the list that starts with it, or none in a file without lengths."""
     timed = sorted({forward.lengths for forward in computation.forwards})
     for lengths in timed:
         if lengths[:1] == (sequence_length,):
@@ -77,7 +77,7 @@ def lengths_of(computation: Computation, sequence_length: int) -> Lengths:
 
 
 def layer_times(computation: Computation, lengths: Lengths, repair: bool) -> LayerTimes:
-    """The times of each type of layer and of the rest at one length.
+    """Return the times of each type of layer, and of embedding and head, at one length.
 
     What cannot be (times that fall as the batch grows, layers that take no time, rows without another to compare with)
     raises BadInput; with `repair` it is left out or levelled, and a note says so.
@@ -125,7 +125,7 @@ def _check_lone_rows(rows: Mapping[Row, float], defects: _Defects) -> None:
     for layers, batch in sorted(rows):
         others = (other for other, same in rows if same == batch and other != layers)
         if not any(_differing_type(layers, other) is not None for other in others):
-            problem = f"{_name(layers)} at batch {batch} has no row of another number of layers beside it"
+            problem = f"{_name(layers)} at batch {batch} has no row with another number of layers to compare with"
             defects.report(problem, "it is left out")
 
 
@@ -197,7 +197,7 @@ def _differences(rows: Mapping[Row, float], index: int, batch: int) -> Iterator[
 
 
 def _by_layers(difference: _Difference) -> tuple[tuple[int, ...], ...]:
-    """The sort key by which the pair of most layers counts: what is not a layer disturbs it least."""
+    """Return a sort key that prefers the pair with the most layers, in which other work matters least."""
     return difference.more, difference.fewer
 
 
@@ -211,12 +211,12 @@ def _name(layers: tuple[int, ...]) -> str:
 
 
 def first_fall(values: Sequence[float]) -> int | None:
-    """The index of the first value below the one before it; None if values never fall."""
+    """Return the index of the first value below the one before it; None if values never fall."""
     return next((i for i in range(1, len(values)) if values[i] < values[i - 1]), None)
 
 
 def longest_rise(values: Sequence[float]) -> range:
-    """The places of the longest run without a fall; of equally long ones the last."""
+    """Return the range of the longest run without a fall; of equally long ones the last."""
     best, start = range(0), 0
     for i in range(1, len(values) + 1):
         if i == len(values) or values[i] < values[i - 1]:
@@ -226,7 +226,7 @@ def longest_rise(values: Sequence[float]) -> range:
 
 
 def levelled(points: Sequence[Point]) -> tuple[Point, ...]:
-    """The non-decreasing times nearest to the given ones: means of falling neighbours, marked derived.
+    """Return the non-decreasing times nearest to the given ones: means of falling neighbours, marked derived.
 
     Least squares under monotonicity, by pooling adjacent violators (Ayer et al. 1955).
     """
@@ -243,7 +243,7 @@ def levelled(points: Sequence[Point]) -> tuple[Point, ...]:
 
 
 def completed(points: Sequence[Point], micro_batch_sizes: Iterable[int]) -> tuple[Point, ...]:
-    """The points, and requested ones that are missing, from the line through all points, marked derived.
+    """Return the points, and requested ones that are missing, from the line through all points, marked derived.
 
     Galvatron's batch mode fits m b + c; from one point, or if that line is not positive, its static mode m b serves.
     """
