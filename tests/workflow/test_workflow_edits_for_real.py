@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(LIMIT_S)]
 def _small(config):
     """The default configuration with as few and as short measurements and runs as there can be."""
     config["clusters"]["laptop"]["hardware_time_budget_s"] = 3
-    config["profiles"]["cpu"] |= {"steps": 1, "warmup_steps": 1, "min_time_s": 0.0, "micro_batch_sizes": [2, 16]}
+    config["profiles"]["cpu"] |= {"steps": 3, "warmup_steps": 1, "min_time_s": 0.3, "micro_batch_sizes": [2, 16]}
     config["data"]["stdlib"]["max_mib"] = 1
     for run in config["runs"].values():
         run |= {"steps": 3, "warmup_steps": 1, "checkpoint_every": 3}
