@@ -202,7 +202,7 @@ def test_a_model_may_be_a_config_json_beside_the_configuration(tmp_path):
     assert json.loads(workflow.model_config_json("demo")) == config | {"hidden_size": 32}
     assert workflow.sequence_length("demo") == 4096
     (tmp_path / "mine" / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(BadInput, match=r"models\.demo\.sequence_length: .*config\.json does not state the length"):
+    with pytest.raises(BadInput, match=r"models\.demo\.sequence_length: .*config\.json does not state the sample"):
         load_workflow(changed, str(tmp_path / "config.yaml"))
     changed["models"]["demo"]["preset"] = "llama-2m"
     with pytest.raises(BadInput, match="a model needs either preset or config"):

@@ -272,7 +272,7 @@ def model_notes(model: Model) -> Iterator[str]:
         rest = "norms, positions and activations"
         if has_experts(model):
             rest = "norms, positions, activations and routers"
-        yield f"of a {model.family} model it the arguments give only the sizes: {rest} are yours"
+        yield f"of a {model.family} model the arguments give only the sizes: {rest} are yours"
     if family is not None:
         yield from routing_notes(model, family)
     rope = _rope(model.config)
