@@ -147,6 +147,27 @@ def test_a_search_stopped_among_interleaved_plans_has_the_best_of_all_others(mon
     assert told > 5
 
 
+@pytest.mark.parametrize("labels", [0, np.inf])
+def test_a_search_that_may_leave_a_gap_leaves_no_larger_one_and_knows_how_large(monkeypatch, labels):
+    """Five nearly equal cases, also where nothing is looked for near the best plan."""
+    monkeypatch.setattr(optimize, "_MAX_NEAR_LABELS", labels)
+    gap, gaps = 0.01, []
+    for first in range(0, 60, 5):
+        problems = [random_problem(seed) for seed in range(first, first + 5)]
+        times = [best_of(problem) for problem in problems]
+        targets = [Target(i, 0.0, (1 + i / 500) / time) for i, time in enumerate(times) if np.isfinite(time)]
+        if not targets:
+            continue
+        best = min(target.score(times[target.configuration]) for target in targets)
+        solvable = [pipeline_of(problem) for problem in problems].__getitem__
+        answer = optimize.optimize(targets[::-1], solvable, 0.02, 8, gap=gap)
+        found = answer.best.score
+        assert not answer.stopped and answer.bound <= best <= found <= answer.bound * (1 + gap) * (1 + 1e-12)
+        assert answer.near[0] == answer.best and answer.bounds[0][0] == answer.bound
+        gaps.append(found / answer.bound - 1)
+    assert (max(gaps) > 0) == (labels == 0)
+
+
 def test_a_search_stopped_before_it_began_bounds_nothing():
     answer = solved(random_problem(0), deadline=-1.0)
     assert (answer.best, answer.bound, answer.stopped) == (None, 0.0, True)

@@ -15,7 +15,7 @@ from shardwright_search.cost_model import plan as evaluation
 from shardwright_search.cost_model.parts_of_strategies import parts_of
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.time_model import TimeModel
-from shardwright_search.search import NEAR
+from shardwright_search.search import NEAR, find_best
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.problem import Solution, price
 from shardwright_search.solver.targets import Target
@@ -209,3 +209,15 @@ def test_strategies_that_are_priced_at_once_cost_what_each_of_them_does(seed: in
                 assert (instance.costs.layers(name, parts_of(strategies), *given).T == np.array(alone)).all()
                 compared += len(strategies)
     assert compared
+
+
+def test_what_was_priced_for_another_batch_and_budget_gives_the_same_answer(make):
+    """`priced` only spares work: plan, optimum and bound are those of a search that begins with nothing."""
+    model, cluster = make.model(4), make.cluster(4)
+    given = model, cluster, make.profiles(model, cluster), FILE, lambda _: None
+    first = find_best(make.request(memory_gib=4 / 1024), *given)
+    for changes in ({"global_batch_size": 32}, {"global_batch_size": 24, "memory_gib": 5 / 1024}):
+        asked = make.request(**({"memory_gib": 4 / 1024} | changes))
+        alone, sharing = find_best(asked, *given), find_best(asked, *given, priced=first.instance)
+        assert sharing.chosen.plan == alone.chosen.plan and sharing.chosen.evaluation == alone.chosen.evaluation
+        assert (sharing.optimum_s, sharing.bound_s) == (alone.optimum_s, alone.bound_s)

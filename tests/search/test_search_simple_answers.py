@@ -60,4 +60,6 @@ def test_a_simple_answer_has_at_most_two_strategies_within_the_tolerance_of_the_
     simple = simplest(answer, question.budgets, TOLERANCE)
     assert num_strategies(simple.plan.plan) <= 2
     assert question.fits(simple.plan.plan, simple.plan.evaluation.estimate)
-    assert simple.plan.evaluation.estimate.objective_s <= answer.bound_s * (1 + TOLERANCE) * (1 + 1e-9)
+    # The fastest plan is the one of the least simulated time, and may itself be further above the bound.
+    objective_s, most = simple.plan.evaluation.estimate.objective_s, (1 + TOLERANCE) * (1 + 1e-9)
+    assert objective_s <= answer.bound_s * most or simple.plan.sample_s <= answer.chosen.sample_s * most

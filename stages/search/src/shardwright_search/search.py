@@ -19,6 +19,7 @@ from shardwright_search.candidates import Candidate, best_elsewhere, candidate_o
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.first_plans import first_plans
 from shardwright_search.least_simulated import changed, simulated
+from shardwright_search.proof_words import MOST_PROVEN
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.stopping import CpuSeconds, Stopped, latest, left, soon, stopped_at, until
 from shardwright_search.solver.targets import Best, Optimum, Target
@@ -102,8 +103,12 @@ def find_best(
     report: Report,
     time_limit_s: float | None = None,
     demands: Demands = NO_DEMANDS,
+    priced: Instance | None = None,
 ) -> SearchAnswer | Infeasible:
     """Return the best plan of a request; `report` receives progress messages, `file` names the request in errors.
+
+    `priced`: what was priced of a request that differs in the batch size or the budget only; of that what is the same
+    is priced once, and no plans of one strategy are looked for first.
 
     The solver counts the communicators that each stage makes at least. Where the plan that it finds is beyond the
     budget with all that it makes, it searches again with as much more in reserve. The answer is the fastest plan that
@@ -120,7 +125,7 @@ def find_best(
     budgets, given = budgets_of(request, cluster, file), (model, cluster, profiles)
     answers, reserve = list[SearchAnswer](), 0
     while reserve < min(budgets.values()):
-        known = answers[-1].instance if answers else None
+        known = answers[-1].instance if answers else priced
         asked = replace(request, reserve_gib=request.reserve_gib + reserve / GIB)
         try:
             answer = _once(asked, given, file, report, deadline, budgets, known, demands)
@@ -424,4 +429,5 @@ def _optimum(space: SearchSpace, deadline: float, report: Report) -> Optimum[Con
         progress,
         waits=lambda asked: asked.num_chunks > 1,
         wide=len(space.instance.budgets) > 1,
+        gap=MOST_PROVEN,
     )

@@ -17,6 +17,8 @@ from shardwright_search.search import SearchAnswer, StoppedEarly, find_best
 from shardwright_search.solver.stopping import Stopped, latest, left, soon
 from shardwright_search.space.budget import Infeasible, any_fits, states_beyond_budget
 from shardwright_search.space.configurations import configurations, divisors, narrowed
+from shardwright_search.space.demands import NO_DEMANDS
+from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import OuterSpace, SearchRequest, Space, batch_sizes, of_each_optimizer
 from shardwright_search.space.runnable import runnable
 from shardwright_search.space.search_space import space_of
@@ -56,11 +58,14 @@ class WhatIfAnswer(NamedTuple):
         )
 
 
-def answer(question: WhatIf, time_limit_s: float | None = None) -> WhatIfAnswer:
-    """Return the result of a search without reporting progress; BadInput that it raises is a result, too."""
+def answer(question: WhatIf, time_limit_s: float | None = None, priced: Instance | None = None) -> WhatIfAnswer:
+    """Return the result of a search without reporting progress; BadInput that it raises is a result, too.
+
+    `priced` as for `find_best`.
+    """
     difference, request, model, cluster, profiles, file = question
     try:
-        result = find_best(request, model, cluster, profiles, file, lambda _: None, time_limit_s)
+        result = find_best(request, model, cluster, profiles, file, lambda _: None, time_limit_s, NO_DEMANDS, priced)
         return WhatIfAnswer(difference, result)
     except BadInput as error:
         return WhatIfAnswer(difference, error)
@@ -174,29 +179,30 @@ def better_batches(question: WhatIf, searched: SearchAnswer, deadline: float) ->
     if len(sizes) > 1 or sizes[0] % devices == 0 or searched.stopped:
         return
     (asked,) = sizes
+    priced = searched.instance if len(of_each_optimizer(question.request)) == 1 else None
     for size in (asked // devices * devices, -(-asked // devices) * devices):
         changed = question._replace(request=replace(question.request, global_batch_size=size))
         if size == 0 or abs(size - asked) > _NEAR_BATCH * asked:
             continue
-        bounds = (_least_sample_s(each) for each in (changed,))
+        bounds = (_least_sample_s(each, priced) for each in (changed,))
         least_s, _ = latest(bounds, deadline)
         if least_s is None:
             return
         if least_s * _MUCH_FASTER < searched.chosen.sample_s:
-            _, result = other = answer(changed, left(deadline))
+            _, result = other = answer(changed, left(deadline), priced)
             if isinstance(result, SearchAnswer) and result.chosen.sample_s * _MUCH_FASTER < searched.chosen.sample_s:
                 yield result.chosen
             if other.stopped:
                 return
 
 
-def _least_sample_s(question: WhatIf) -> float:
+def _least_sample_s(question: WhatIf, priced: Instance | None) -> float:
     """Return a time that no plan of a request takes for a sample; infinity where it is refused."""
     _, request, model, cluster, profiles, file = question
     if len(each := of_each_optimizer(request)) > 1:
-        return min(_least_sample_s(question._replace(request=one)) for one in each)
+        return min(_least_sample_s(question._replace(request=one), priced) for one in each)
     try:
-        space = space_of(request, model, cluster, profiles, file)
+        space = space_of(request, model, cluster, profiles, file, priced)
         least_ps = min(space.solvable(each.configuration).relaxed_bound_ps for each in space.targets)
     except BadInput:
         return inf

@@ -19,6 +19,8 @@ from shardwright_search.solver.partition import PricedSolution
 from shardwright_search.solver.stopping import Spent, ended
 from shardwright_search.solver.targets import Best, C, Optimum, Solvable, Target
 
+_MAX_NEAR_LABELS = 100_000
+"""Work on plans near the best one once that is proven to be within the gap."""
 _MAX_WIDER_LABELS = 6_000
 """Work on a configuration's plans past the limit that it was solved below."""
 
@@ -33,9 +35,12 @@ def optimize(
     max_labels: float = np.inf,
     waits: Callable[[C], bool] = lambda configuration: False,
     wide: bool = False,
+    gap: float = 0.0,
 ) -> Optimum[C]:
     """Return the best plan of all configurations, and up to `most` of each configuration within `near` of it.
 
+    With a `gap` the search is done as soon as the best plan is proven to be within that share of the least bound; plans
+    near it are then looked for as far as that is little work, and the best of all is the answer.
     `deadline` and Ctrl-C end the search early. `report` hears the best score, the least
     bound and how many configurations are left. After `max_labels` labels it ends early, too. A configuration that
     `waits` comes after the best plan of all others is found, which a search that is stopped then has. `wide`: guesses
@@ -47,17 +52,17 @@ def optimize(
         known = search.best_known
         report(np.inf if known is None else known.score, bound, left)
 
-    stopped = not ended(partial(search.run, lambda _: search.best_score, progress, waits=waits), deadline)
-    best = search.best_known if stopped else search.best
-    bound = min(search.min_bound, np.inf if best is None else best.score)
-    limit = search.best_score * (1 + near)
+    stopped = not ended(partial(search.run, lambda _: search.best_score / (1 + gap), progress, waits=waits), deadline)
+    best, limit = search.best_known if stopped else search.best, search.best_score * (1 + near)
     if not stopped and best is not None:
-        stopped = not ended(partial(search.find_all, limit), deadline)
+        stopped = not ended(partial(search.find_all, limit, _MAX_NEAR_LABELS if gap else np.inf), deadline)
     known = (one for plans in search.plans.values() for one in plans if one.score <= limit)
     close = sorted(known, key=_score)
     if best is not None and (not close or best.score < close[0].score):
         close = [best, *close]  # a guess
-    return Optimum(best, tuple(close), bound, search.bounds(), search.looked_at, len(search.plans), stopped)
+    best, bounds = close[0] if close else best, search.bounds()
+    bound = min(search.min_bound, *(each for each, _ in bounds[:1]), np.inf if best is None else best.score)
+    return Optimum(best, tuple(close), bound, bounds, search.looked_at, len(search.plans), stopped)
 
 
 def plans_below(
@@ -176,13 +181,18 @@ class Search(Generic[C]):
         self.heap, self._waiting = self._waiting, []
         return bool(self.heap)
 
-    def find_all(self, limit: float) -> None:
-        """Find all plans up to a limit above the best one, as far as that is little work."""
+    def find_all(self, limit: float, max_labels: float = np.inf) -> None:
+        """Find all plans up to a limit above the best one, as far as a number of labels goes."""
         self.heap, self._closed = [*self.heap, *self._closed], []
         heapq.heapify(self.heap)
-        while self.heap and self.heap[0].bound <= limit:
-            self._step(self.heap[0], float(np.nextafter(limit, np.inf)))
-            self._now = NOTHING
+        whole, self._max_labels = self._max_labels, min(self._max_labels, self._labels + max_labels)
+        try:
+            while self.heap and self.heap[0].bound <= limit:
+                self._step(self.heap[0], float(np.nextafter(limit, np.inf)))
+                self._now = NOTHING
+        except Spent:
+            if self._labels > whole:
+                raise
         self._widen(limit)
 
     def unsolved(self) -> dict[int, float]:

@@ -157,8 +157,9 @@ def pass_counts(
 
     def number_there(action: Action, step: int) -> int | None:
         """Return the number of the receiver's action that is this one a step further along the chunks."""
-        chunk, at = divmod(action.chunk * num_stages + stage + step, num_stages)
-        return order.get(action._replace(chunk=chunk)) if at == receiver else None
+        kind, microbatch, own = action
+        chunk, at = divmod(own * num_stages + stage + step, num_stages)
+        return order.get(Action(kind, microbatch, chunk)) if at == receiver else None
 
     made, pending, held = [False] * num_chunks, list[tuple[int, int]](), [0] * num_chunks
     kept = {kind.needs: [0] * num_chunks for kind in schedule.kinds if kind.needs is not None}
