@@ -29,11 +29,13 @@ def table(record: Mapping[str, Any]) -> str:
     for kind, found in record["types"].items():
         rows[_said(kind, found)].append(f"`{kind}`")
     exact = sum("exact" in found for found in record["types"].values())
+    divided = sum("exact" in found and "undivided" not in found for found in record["types"].values())
     of = f"{len(record['types'])} causal types of transformers {record['transformers']}"
     how = f"tiny models in float64 on 2 ranks, {record['measured']}"
     return "".join(
         (
-            f"Of the {of}, {exact} train exactly as their stock class ({how}), with facts or without.\n\n",
+            f"Of the {of}, {exact} train exactly as their stock class ({how}), with facts or without, "
+            f"{divided} of them under tensor parallelism as well.\n\n",
             "| types | known by | trained | exported to |\n| --- | --- | --- | --- |\n",
             *(f"| {', '.join(kinds)} | {' | '.join(said)} |\n" for said, kinds in sorted(rows.items(), key=_order)),
         )
@@ -42,7 +44,7 @@ def table(record: Mapping[str, Any]) -> str:
 
 def _order(row: tuple[tuple[str, str, str], list[str]]) -> tuple[str, bool, int]:
     (known, trained, _), kinds = row
-    return known, trained != "exactly", -len(kinds)
+    return known, not trained.startswith("exactly"), -len(kinds)
 
 
 def _said(kind: str, found: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -50,7 +52,7 @@ def _said(kind: str, found: Mapping[str, Any]) -> tuple[str, str, str]:
     if family is not None:
         return "facts", "exactly", ", ".join(_systems(family))
     if "exact" in found:
-        return "trace", "exactly", _EVERYWHERE
+        return "trace", "exactly, tp_size 1" if "undivided" in found else "exactly", _EVERYWHERE
     reason = str(found["refused"])
     described = not reason.startswith(("not described: ", "no tiny"))
     why = re.sub(r"\(\w+(Error|Exception): (.*)\)$", r"(\2)", reason.removeprefix("not described: "))

@@ -1,7 +1,8 @@
 """`make parity`, second half: every causal type of transformers, trained as its stock class on 2 ranks, in float64.
 
-Each type is exact (five plans against the stock class in one process), or refused with a reason, before training
-starts; anything else is a fault. What was seen goes into a file, from which a run that was cut goes on.
+Each type is exact (five plans, and one of tensor parallelism where its blocks can be shared out, against the stock
+class in one process), or refused with a reason, before training starts; anything else is a fault, and then nothing is
+recorded. What was seen goes into a file, from which a run that was cut goes on.
 
 python tests/train/run_types.py [--out FILE] [--record] [TYPE ...]
 """
@@ -20,6 +21,7 @@ from collections.abc import Mapping
 from datetime import date
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 import transformers
 
@@ -52,23 +54,29 @@ def main(types: list[str], out: Path, *, jobs: int, record: bool) -> int:
             out.write_text(json.dumps(seen, indent=1) + "\n")
             print(f"{trial.kind}: {_words(seen[trial.kind])}, {time.monotonic() - trial.begun:.0f} s", flush=True)
     told = [_words(seen[kind]).partition(" ")[0].rstrip(":") for kind in types]
+    divided = sum("undivided" in seen[kind] and seen[kind]["undivided"] is None for kind in types)
     print(
-        f"{len(types)} types: {told.count('exact')} exact, {told.count('refused')} refused, "
-        f"{told.count('fault')} faults, {time.monotonic() - started:.0f} s"
+        f"{len(types)} types: {told.count('exact')} exact ({divided} with tensor parallelism), "
+        f"{told.count('refused')} refused, {told.count('fault')} faults, {time.monotonic() - started:.0f} s"
     )
-    if record:
+    if record and "fault" not in told:
         measured = {"transformers": transformers.__version__, "measured": date.today().isoformat()}
-        said = {
-            kind: {"exact": True} if "errors" in seen[kind] else {"refused": seen[kind]["refused"]} for kind in TYPES
-        }
+        said = {kind: _said(seen[kind]) for kind in TYPES}
         RECORD.write_text(json.dumps({**measured, "types": said}, indent=1) + "\n")
     return told.count("fault")
+
+
+def _said(found: Mapping[str, Any]) -> dict[str, object]:
+    if "errors" not in found:
+        return {"refused": found["refused"]}
+    return {"exact": True, **({} if found["undivided"] is None else {"undivided": found["undivided"]})}
 
 
 def _words(found: Mapping[str, object]) -> str:
     if isinstance(errors := found.get("errors"), dict):
         largest = max(errors.values())
-        return f"{'exact' if largest <= TOLERANCE else 'fault'} ({largest:.1e})"
+        of_tp = f", tp {errors['tp']:.1e}" if "tp" in errors else f"; {found['undivided']}"
+        return f"{'exact' if largest <= TOLERANCE else 'fault'} ({largest:.1e}{of_tp})"
     return f"refused: {found['refused']}" if "refused" in found else f"fault: {found['fault']}"
 
 

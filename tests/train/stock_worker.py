@@ -20,6 +20,7 @@ from tiny_models import batch_of, engine_of, initial_stock, named_parameters
 from tiny_types import TOKENS
 from torch import Tensor, nn
 
+from shardwright.io import BadInput
 from shardwright.plan.layout import parameter_box
 from shardwright.types import (
     DataParallel,
@@ -32,6 +33,7 @@ from shardwright.types import (
     Schedule,
     Strategy,
 )
+from shardwright.types.plan import misfit
 from shardwright_train.data.share import Batch
 from shardwright_train.models.as_stock import as_stock
 from shardwright_train.models.traced import calling, describe_by_trace
@@ -83,14 +85,32 @@ def _called_by_transformers() -> bool:
 
 
 def plans_of(model: Model) -> tuple[Plan, ...]:
-    """Data parallelism of both kinds, and pipelines of both, with all kinds of recomputation that blocks have."""
+    """Data parallelism of both kinds, pipelines of both, and tensor parallelism of blocks that can be shared out.
+
+    With all kinds of recomputation that blocks have.
+    """
+    all_kinds, one = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL), Schedule.ONE_F_ONE_B
+    divided = () if undivided(model, 2) else (_plan(model, "tp", 1, 2, DataParallel.ZERO3, all_kinds, one, 2),)
     return (
         _plan(model, "zero3", 1, 2, DataParallel.ZERO3, (Recompute.FULL,), Schedule.ONE_F_ONE_B),
         _plan(model, "ddp", 1, 1, DataParallel.DDP, (Recompute.SELECTIVE, Recompute.NONE), Schedule.ONE_F_ONE_B),
         _plan(model, "1f1b", 2, 4, DataParallel.ZERO2, (Recompute.NONE, Recompute.FULL), Schedule.ONE_F_ONE_B),
         _plan(model, "gpipe", 2, 2, DataParallel.ZERO3, (Recompute.NONE,), Schedule.GPIPE),
         _plan(model, "interleaved", 2, 2, DataParallel.DDP, (Recompute.NONE,), Schedule.INTERLEAVED_1F1B),
+        *divided,
     )
+
+
+def undivided(model: Model, ranks: int) -> str | None:
+    """Why ranks cannot share out the blocks of a model; None: they can."""
+    if (problem := as_stock(model.family).plan_problem) is not None:
+        return problem
+    odd = [_misfit(model, kind, ranks) for kind in dict.fromkeys(model.layers)]
+    return None if None in odd else odd[0]
+
+
+def _misfit(model: Model, kind: str, ranks: int) -> str | None:
+    return misfit(model, kind, Strategy(tp_size=ranks, dp_size=1))
 
 
 def _plan(
@@ -101,6 +121,7 @@ def _plan(
     kind: DataParallel,
     recompute: Sequence[Recompute],
     schedule: Schedule,
+    tp: int = 1,
 ) -> Plan:
     dp, layers = 2 // stages, len(model.layers)
     ranges = 2 * stages if schedule is Schedule.INTERLEAVED_1F1B else stages
@@ -121,8 +142,9 @@ def _plan(
         embedding=end,
         head=end,
         layers=tuple(
-            LayerStrategy(type=each, tp_size=1, dp_size=dp, data_parallel=kind, recompute=how)
+            LayerStrategy(type=each, tp_size=size, dp_size=dp // size, data_parallel=kind, recompute=how)
             for each, how in zip(model.layers, cycle(recompute), strict=False)
+            for size in [tp if _misfit(model, each, tp) is None else 1]
         ),
     )
 
@@ -164,6 +186,7 @@ class _Reference:
             for local in (name for name, _ in layer.module.named_parameters() if name in described):
                 box = parameter_box(described[local], layer.parallel.unit_of[local].strategy, me)
                 value = values[family.owner_name(model, layer.name, local)]
+                value = value.view(described[local].shape)
                 found.append(value[tuple(slice(low, high) for low, high in box)])
         return found
 
@@ -217,6 +240,8 @@ def prepared(config_file: str) -> Prepared | str:
     batches = [batch_of(model, SAMPLES, seed) for seed in range(STEPS)]
     try:
         return Prepared(model, batches, _Reference(model, batches))
+    except BadInput as error:
+        return f"without --weights: {error.args[1]}"
     except RuntimeError as error:
         return f"not compared: the stock class does not run in float64 ({error})"
 
@@ -230,7 +255,7 @@ def main(config_file: str, result_file: str, *names: str) -> None:
         groups, plans = Groups("cpu"), [plan for plan in plans_of(found.model) if not names or plan.name in names]
         errors = {plan.name: _compare(plan, found.batches, found.reference, groups, world) for plan in plans}
         if world.rank == 0:
-            Path(result_file).write_text(json.dumps({"errors": errors}))
+            Path(result_file).write_text(json.dumps({"errors": errors, "undivided": undivided(found.model, 2)}))
 
 
 if __name__ == "__main__":

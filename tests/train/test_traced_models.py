@@ -14,6 +14,7 @@ from shardwright.estimate.parts import layer_parts
 from shardwright.io import BadInput
 from shardwright.models.description import model_of_config
 from shardwright.models.registry import read_presets
+from shardwright.plan.communication import region_messages
 from shardwright.types import EMBEDDING, HEAD, Attention, LayerStrategy, Precision, Recompute
 from shardwright_search.advise import traced as search_traced
 from shardwright_search.advise.question import config_notes, model_of
@@ -73,6 +74,24 @@ def test_a_trace_agrees_with_the_facts(name):
     assert differing == {each for each in CAUSES if each[0] == name}
 
 
+@pytest.mark.parametrize("recompute", [Recompute.NONE, Recompute.FULL])
+def test_ranks_share_out_what_the_facts_say(recompute):
+    preset = PRESETS["qwen3-0.6b"]
+    facts = model_of_config(preset.config, "facts", 512, "facts")
+    seen = describe_by_trace(preset.config, "trace", 512)
+    (told,), (found,) = set(facts.layers), set(seen.layers)
+    for ranks in (2, 4):
+        assert seen.types[found].parameter_count(ranks) == facts.types[told].parameter_count(ranks)
+        sent, held = [], []
+        for model, kind in ((facts, told), (seen, found)):
+            strategy = LayerStrategy(type=kind, tp_size=ranks, dp_size=1, recompute=recompute)
+            sent.append(list(region_messages(model, kind, strategy, 2, 2, 1)))
+            held.append(sum(estimate_memory(model, kind, strategy, 2, BFLOAT16, Attention.SDPA)))
+        assert sent[0] == sent[1]
+        # Norms of single operators keep their results, too; what is as wide as the states counts as whole.
+        assert held[0] <= held[1] <= 1.35 * held[0]
+
+
 STARCODER = {
     "model_type": "starcoder2",
     **{"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4},
@@ -125,11 +144,20 @@ def test_a_type_without_facts_is_described_by_its_class(folder):
     products = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 2 * 64 * 256)
     pairs = 32**2 - 16**2
     assert kind.forward_flops_per_sample == 32 * products + 4 * pairs * 64
-    assert (kind.window, kind.tp_must_divide) == (16, {"undivided_blocks": 1})
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    assert kind.window == 16
+    assert kind.tp_must_divide.items() >= heads.items()
+    assert {*kind.tp_must_divide.values()} == {2, 4, 32, 64, 256}
+    assert model.types[HEAD].tp_must_divide == {"undivided_blocks": 1}
     # What is recomputed keeps the stream alone.
     full = LayerStrategy(type="block", tp_size=1, dp_size=1, recompute=Recompute.FULL)
     held, _ = estimate_memory(model, "block", full, 1, BFLOAT16, Attention.SDPA)
     assert held == 2 * 32 * 64
+
+
+def test_low_rank_matrices_of_a_type_without_facts_are_refused_by_name(folder):
+    with pytest.raises(BadInput, match=r"--lora: 'starcoder2' is known by a trace, .* train the whole model"):
+        describe_folder(folder, "m", 32, adapter=folder / "adapter_config.json")
 
 
 def test_the_planner_asks_the_stage_that_trains(folder):

@@ -114,7 +114,7 @@ def _parts(model: Model, type_name: str, fused: bool) -> tuple[Part, ...]:
 
 
 def _traced_part(kind: LayerType, seen: Traced) -> Part:
-    """Return the one part of a block that was traced, which one rank has whole; where it is fused, nobody has seen."""
+    """Return the one part of a block that was traced; where it is fused, nobody has seen."""
     attention = next((region.attention for region in kind.regions if region.attention is not None), None)
     (tensor,) = kind.outputs
     length, result = tensor.sequence_length, tensor.sequence_length * tensor.features
@@ -125,16 +125,19 @@ def _traced_part(kind: LayerType, seen: Traced) -> Part:
     further = 0 if attention is None else (heads - attention.kv_heads) * features * length
     return Part(
         name="block",
-        flops=float(seen.product_flops),
+        flops=float(seen.product_flops - seen.whole_flops),
+        whole_flops=float(seen.whole_flops),
         attention_flops=float(seen.attention_flops),
         left_out=2.0 * left_out * features * heads,
         causal=attention is not None,
         head_features=0 if attention is None else attention.head_features,
         keys=length,
         weights=seen.multiplied,
-        inside=max(seen.kept - result, 0),
+        inside=max(seen.kept - max(seen.whole, result), 0),
+        whole=max(seen.whole - result, 0),
         inside_bytes=seen.kept_bytes,
-        products=seen.products,
+        products=seen.products - seen.whole_products,
+        whole_products=seen.whole_products,
         scores=heads * length**2,
         repeated=further,
         outside=min(seen.kept, result),

@@ -31,9 +31,10 @@ from shardwright_train.models.flow import Flow, Shape, flow_of, flow_of_config
 from shardwright_train.models.initial_weights import Filling, Given
 from shardwright_train.models.masks import Places
 from shardwright_train.models.stock import States, UnknownFilling, refusals, stock_fillings, with_memory
+from shardwright_train.models.stock_plan import StockPlan, stock_plan
 from shardwright_train.models.traced import Whole, calling, configured, plain_kernel, stock_class, whole_of
 from shardwright_train.parallel.rng import seed_of
-from shardwright_train.parallel.sharding_rules import Parts, Rule
+from shardwright_train.parallel.sharding_rules import Parts, Rule, cuts
 from shardwright_train.parallel.vocab import loss_of_logits
 from shardwright_train.torch_private import FakeTensor, TorchDispatchMode
 
@@ -61,8 +62,17 @@ class AsStock(Family):
 
     @cached_property
     def rules(self) -> dict[str, Rule]:
-        """No rule of tensor parallelism."""
-        return {}
+        """The rules of the plan that transformers has of the class."""
+        return self._plan.rules
+
+    @property
+    def plan_problem(self) -> str | None:
+        """Why ranks cannot share out blocks, whatever their sizes; None: they can."""
+        return self._plan.problem
+
+    @property
+    def _plan(self) -> StockPlan:
+        return stock_plan(self.stock, self.facts.model_type)
 
     def problem(self, model: Model) -> str | None:
         """Why a described model cannot be trained; None: it can."""
@@ -81,7 +91,7 @@ class AsStock(Family):
         return None
 
     def _check_names(self, model: Model, layer: str) -> None:
-        built = {name: tuple(p.shape) for name, p in self._layer(model, layer).named_parameters()}
+        built = {cut.name: cut.shape for cut in cuts(self._layer(model, layer), self.rules)}
         told = {parameter.name: parameter.shape for parameter in model.type_of(layer).parameters}
         if scalars := [p.name for p in model.type_of(layer).parameters if not p.shape and p.trained]:
             raise ValueError(f"{scalars[0]} of its {layer} is a single number, which ZeRO cannot cut")
@@ -156,7 +166,8 @@ class AsStock(Family):
         return None if kind in (EMBEDDING, HEAD) else Parts("", attention=(), mlp=())
 
     def after_split(self, block: nn.Module, config: Any, tensor_parallel: Any) -> None:
-        """One rank has all of a block."""
+        """Let the modules of a block compute with their shares, as the plan of the class says."""
+        self._plan.divide(block, tensor_parallel)
 
     def keeps_last_sum(self, kind: str, config: Any, compute: str) -> bool:
         """Nobody knows what a block keeps behind its last product."""

@@ -1,7 +1,8 @@
 """Operators and kept tensors of a pass, by layer: what each multiplies, gives and keeps for the backward pass."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any
@@ -50,20 +51,29 @@ _PRODUCTS: Mapping[str, Callable[..., int]] = {"_grouped_mm": _grouped}
 class Seen:
     """What a layer was seen to do in one pass over one sample."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, divided: Sequence[Tensor] = ()) -> None:
         tensors = [*module.parameters(), *module.buffers()]
         self.own = {_key(tensor) for tensor in tensors}
         self.parameters = {_key(p): p.numel() for p in module.parameters()}
+        self.divided = {_key(p) for p in divided}
+        """Parameters that tensor parallelism cuts."""
         self.multiplied = set[int]()
         self.kept = dict[int, Tensor]()
-        self.product_flops = self.attention_flops = self.products = self.widest = self.kernels = 0
+        self.product_flops = self.whole_flops = self.attention_flops = self.products = self.widest = self.kernels = 0
+        self.wide = Counter[int]()
+        """Elements that products give, by their last length."""
         self.heads: dict[str, Any] | None = None
         """Fields of `Heads` of its attention, if transformers calls one by name."""
 
-    def counted(self) -> Traced:
-        """What was seen, as numbers."""
+    def counted(self, features: int = 0) -> Traced:
+        """What was seen, as numbers; what is as wide as hidden states of so many `features`, each rank has whole."""
         bytes_of = {key: (kept.untyped_storage().nbytes(), kept.dtype) for key, kept in self.kept.items()}
         elements = sum(size // 2 for size, dtype in bytes_of.values() if dtype is torch.bfloat16)
+        wide = sum(
+            bytes_of[key][0] // 2
+            for key, kept in self.kept.items()
+            if self.divided and kept.dtype is torch.bfloat16 and kept.dim() and kept.shape[-1] == features
+        )
         return Traced(
             product_flops=self.product_flops,
             attention_flops=self.attention_flops,
@@ -73,6 +83,9 @@ class Seen:
             products=self.products,
             widest=self.widest,
             kernels=self.kernels,
+            whole_flops=self.whole_flops if self.divided else 0,
+            whole=wide,
+            whole_products=self.wide[features] if self.divided else 0,
         )
 
 
@@ -86,17 +99,17 @@ class Trace(TorchDispatchMode):
         self._attends = False
         self.keeps = True
 
-    def begin(self, name: str, module: nn.Module, given: object = ()) -> None:
+    def begin(self, name: str, module: nn.Module, given: object = (), divided: Sequence[Tensor] = ()) -> None:
         """Begin a layer; what it is given without a gradient, such as angles, is kept once for all of them."""
-        self.name, seen = name, Seen(module)
+        self.name, seen = name, Seen(module, divided)
         seen.own |= {_key(leaf) for leaf in _tensors(given) if not leaf.requires_grad}
         self.seen[name] = seen
 
     @contextmanager
-    def of(self, name: str, module: nn.Module, given: object) -> Iterator[None]:
+    def of(self, name: str, module: nn.Module, given: object, divided: Sequence[Tensor]) -> Iterator[None]:
         """Watch a layer in the midst of another, which goes on behind it."""
         before = self.name
-        self.begin(name, module, given)
+        self.begin(name, module, given, divided)
         try:
             yield
         finally:
@@ -162,10 +175,12 @@ class Trace(TorchDispatchMode):
         if flops is None:
             return result
         seen.products += outs[0].numel()
+        seen.wide[outs[0].shape[-1]] += outs[0].numel()
         matrices = {_key(leaf) for leaf in _tensors((args, kwargs))} & seen.parameters.keys()
         seen.multiplied |= matrices
         if matrices:
             seen.product_flops += flops
+            seen.whole_flops += 0 if matrices & seen.divided else flops
         else:
             seen.attention_flops += flops
         return result

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
+from transformers import CONFIG_MAPPING
 from transformers.initialization import TORCH_INIT_FUNCTIONS
 
 from shardwright_train.models.initial_weights import Constant, Distribution, Filling, Normal, TruncatedNormal, Uniform
@@ -93,6 +94,12 @@ def unstack(block: nn.Module, stacked: Mapping[str, Sequence[str]], shapes: Mapp
         if isinstance(matrix, nn.Linear):
             rows = {part.removeprefix(f"{path}."): shapes[f"{part}.weight"][0] for part in parts}
             block.set_submodule(path, Stacked(matrix, rows))
+
+
+def config_class(stock: Any, kind: str) -> Any:
+    """The configuration class of a type, or, under the name of a composite, of the text's class that it has."""
+    named, own = CONFIG_MAPPING[kind], getattr(stock, "config_class", None)
+    return own if own is not None and not issubclass(named, own) else named
 
 
 def skeleton(stock: Any, config: Any) -> Any:

@@ -5,7 +5,7 @@ parameters; what runs before the first of them is the embedding, what runs behin
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from math import isfinite
@@ -17,7 +17,6 @@ from msgspec import UNSET
 from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
-from transformers import CONFIG_MAPPING
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -27,7 +26,9 @@ from shardwright.models.traits import BLOCK, Config
 from shardwright.types import EMBEDDING, HEAD, BoundaryTensor, Heads, LayerType, Model, Parameter, Region
 from shardwright_train.models.configuration import MAX_BUILT_LAYERS, keys_of
 from shardwright_train.models.operators import TRACED, Seen, Trace
-from shardwright_train.models.stock import refusals
+from shardwright_train.models.stock import config_class, refusals
+from shardwright_train.models.stock_plan import StockPlan, stock_plan
+from shardwright_train.parallel.sharding_rules import Cut, Rule, cuts
 from shardwright_train.torch_private import FakeTensorMode, tree_leaves
 
 STATES = "hidden_states"
@@ -36,6 +37,8 @@ _TOKENS = frozenset(("bos_token_id", "eos_token_id", "pad_token_id"))
 """Notes of generation that classes read: the row of padding has no gradient."""
 _MOST_MODULES = 200_000
 """Modules of a stock model: DeepSeek-V3, were each of its experts a module, would have 60,000."""
+_ATTENDS = "att"
+"""Part of the names of modules that attend."""
 UNDIVIDED = "undivided_blocks"
 """What a degree that shares out a traced layer must divide: one rank has all of it."""
 
@@ -64,8 +67,9 @@ def describe_by_trace(config: Mapping[str, Any], name: str, sequence_length: int
         whole = built(config)
         _check_length(whole.model.config, sequence_length)
         with refusals("a pass of the stock model cannot be traced"):
-            seen = _traced(whole, trace, sequence_length)
-    return _model(config, name, sequence_length, whole, seen)
+            plan = stock_plan(stock_class(config["model_type"]), config["model_type"])
+            seen = _traced(whole, trace, sequence_length, plan.rules)
+    return _model(config, name, sequence_length, whole, seen, plan)
 
 
 def built(config: Mapping[str, Any], *, plain: bool = False) -> Whole:
@@ -76,9 +80,9 @@ def built(config: Mapping[str, Any], *, plain: bool = False) -> Whole:
     """
     kind = config["model_type"]
     stock = stock_class(kind)
-    config_class = _config_class(stock, kind)
-    _check_keys(config, keys_of(config_class))
-    _check_layers(config, config_class)
+    made = config_class(stock, kind)
+    _check_keys(config, keys_of(made))
+    _check_layers(config, made)
     by_name = stock._supports_attention_backend and stock._supports_flash_attn
     parsed = configured(stock, config, TRACED if by_name and not plain else plain_kernel(stock))
     with refusals():
@@ -88,19 +92,13 @@ def built(config: Mapping[str, Any], *, plain: bool = False) -> Whole:
 
 def configured(stock: Any, config: Mapping[str, Any], kernel: str, experts: str = "grouped_mm") -> Any:
     """The configuration of a stock class, with the names of its attention's kernel and of its experts' products."""
-    config_class = _config_class(stock, config["model_type"])
+    made = config_class(stock, config["model_type"])
     with refusals():
-        parsed = config_class(**{key: value for key, value in config.items() if key not in ("model_type", "dtype")})
+        parsed = made(**{key: value for key, value in config.items() if key not in ("model_type", "dtype")})
         parsed._attn_implementation = kernel
         if stock._can_set_experts_implementation():
             parsed._experts_implementation = experts
     return parsed
-
-
-def _config_class(stock: Any, kind: str) -> Any:
-    """The configuration class of a type, or, under the name of a composite, of the text's class that it has."""
-    named, own = CONFIG_MAPPING[kind], getattr(stock, "config_class", None)
-    return own if own is not None and not issubclass(named, own) else named
 
 
 def stock_class(kind: str) -> Any:
@@ -239,7 +237,7 @@ class _Pass(NamedTuple):
     late: frozenset[str]
 
 
-def _traced(whole: Whole, trace: Trace, length: int) -> _Pass:
+def _traced(whole: Whole, trace: Trace, length: int, rules: Mapping[str, Rule]) -> _Pass:
     """Call the stock model with one sample; of each type of block the first runs, the others give what it gave."""
     given: dict[str, Any] = {}
     early, late, states = set[str](), set[str](), list[Tensor]()
@@ -252,7 +250,8 @@ def _traced(whole: Whole, trace: Trace, length: int) -> _Pass:
             if not states:
                 states.append(_states(args, kwargs))
             if kind not in given:
-                with trace.of(kind, block, (args, kwargs)):
+                divided = [block.get_parameter(cut.name) for cut in cuts(block, rules) if cut.tp_dim is not None]
+                with trace.of(kind, block, (args, kwargs), divided):
                     given[kind] = forward(*args, **kwargs)
             if index == last:
                 trace.begin(HEAD, whole.model)
@@ -301,13 +300,12 @@ def states_place(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str:
     return next((place for place in reached if place in (0, STATES)), reached[0])
 
 
-def _model(config: Mapping[str, Any], name: str, length: int, whole: Whole, found: _Pass) -> Model:
+def _model(config: Mapping[str, Any], name: str, length: int, whole: Whole, found: _Pass, plan: StockPlan) -> Model:
     outputs = (BoundaryTensor(name=STATES, sequence_length=length, features=found.states.numel() // length),)
     embedding, head = _ends(whole, found)
     first = {kind: whole.blocks[whole.kinds.index(kind)] for kind in dict.fromkeys(whole.kinds)}
     blocks = {
-        kind: _layer_type(_parameters(block), found.seen[kind], outputs, found.seen[kind].counted())
-        for kind, block in first.items()
+        kind: _block_type(block, found.seen[kind], outputs, whole.model.config, plan) for kind, block in first.items()
     }
     # What differs in nothing that was seen, such as windows that hold a whole sample, is of one type.
     alike = {kind: next(other for other in blocks if blocks[other] == blocks[kind]) for kind in blocks}
@@ -338,7 +336,7 @@ def _is_default(config: Mapping[str, Any], key: str) -> bool:
     """
     if all(not isinstance(x, float) or isfinite(x) for x in tree_leaves(config[key])):
         return False
-    default = getattr(_config_class(stock_class(config["model_type"]), config["model_type"])(), key, None)
+    default = getattr(config_class(stock_class(config["model_type"]), config["model_type"])(), key, None)
     if tree_leaves(default) != tree_leaves(config[key]):
         raise ValueError(f"{key} {config[key]} is not finite")
     return True
@@ -378,15 +376,44 @@ def _described(parameters: Mapping[str, nn.Parameter]) -> tuple[Parameter, ...]:
     )
 
 
-def _parameters(block: nn.Module) -> tuple[Parameter, ...]:
-    """The parameters of a block, and the buffers that files have."""
+def _parameters(block: nn.Module, found: Sequence[Cut]) -> tuple[Parameter, ...]:
+    """The parameters of a block, as tensor parallelism cuts them, and the buffers that files have."""
     files, buffers = block.state_dict(), dict(block.named_buffers())
     kept = [
         Parameter(name=name, shape=tuple(b.shape), buffer=True, frozen=True)
         for name, b in buffers.items()
         if name in files and b.dim()
     ]
-    return (*_described(dict(block.named_parameters())), *kept)
+    return (*(cut.parameter for cut in found), *kept)
+
+
+def _block_type(
+    block: nn.Module, seen: Seen, outputs: tuple[BoundaryTensor, ...], config: Any, plan: StockPlan
+) -> LayerType:
+    """The type of a block, which ranks share out as the plan of its class says."""
+    found, leaving = tuple(cuts(block, plan.rules)), plan.leaving(block)
+    made = _layer_type(_parameters(block, found), seen, outputs, seen.counted(outputs[0].features))
+    divided = {cut.name: cut.shape[cut.tp_dim] for cut in found if cut.tp_dim is not None}
+    if not divided:
+        return made
+    attention, regions = next((region.attention for region in made.regions), None), list[Region]()
+    for path in leaving:
+        attends = attention is not None and not regions and _ATTENDS in path
+        named: Any = {"name": "attention", "attention": attention} if attends else {"name": "mlp"}
+        regions.append(Region(enters=(STATES,), leaves=STATES, **named))
+    if attention is not None and (not regions or regions[0].attention is None):
+        regions.insert(0, made.regions[0])
+    first = {length: name for name, length in reversed(divided.items())}
+    heads = _heads(config) if any(_ATTENDS in name for name in divided) else {}
+    return replace(
+        made, tp_must_divide={name: length for length, name in first.items()} | heads, regions=tuple(regions)
+    )
+
+
+def _heads(config: Any) -> dict[str, int]:
+    """Every number of heads of a configuration: who shares out heads cuts none."""
+    of_text = config.get_text_config(decoder=True).to_dict().items()
+    return {key: value for key, value in of_text if key.endswith("heads") and type(value) is int and value > 0}
 
 
 def _layer_type(

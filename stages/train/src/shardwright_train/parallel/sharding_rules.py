@@ -21,9 +21,14 @@ class Rule:
     """Number of equal matrices side by side in one weight, such as query, key and value, which are sharded
     separately."""
     dim: int | None = None
-    """Dim that is sharded; None: the default dim of its kind for the weight or bias of a stock matrix."""
+    """Dim that is sharded, from the last if negative, or the first of a parameter that has no such dim; None: the
+    default dim of its kind for the weight or bias of a stock matrix."""
     ep_dim: int | None = None
     """Dim of experts, for a parameter of several."""
+
+    def place(self, dims: int) -> int | None:
+        """The dim that is sharded of a parameter with so many dims; None: the default one."""
+        return self.dim if self.dim is None or self.dim >= 0 else max(0, dims + self.dim)
 
 
 COLUMN = Rule("column")
@@ -134,11 +139,11 @@ def cuts(module: nn.Module, rules: Rules) -> Iterator[Cut]:
                 continue
             seen.add(parameter)
             path = f"{owner_name}.{name}".lstrip(".")
-            rule = _rule_for(path, rules)
+            rule = rule_for(path, rules)
             yield Cut(path, *_stored(owner, name, tuple(parameter.shape), rule), rule, parameter.requires_grad)
 
 
-def _rule_for(path: str, rules: Rules) -> Rule | None:
+def rule_for(path: str, rules: Rules) -> Rule | None:
     """The rule of the longest key that is the end of a parameter's path or of its module's."""
     paths = f".{path}", f".{path}".rpartition(".")[0]
     keys = [key for key in rules if any(each.endswith(f".{key}") for each in paths)]
@@ -150,7 +155,7 @@ def _stored(
 ) -> tuple[tuple[int, ...], int | None]:
     if rule is None or rule.kind in (INSIDE.kind, BUFFER.kind) or (rule.kind == "row" and name == "bias"):
         return shape, None
-    dim = rule.dim
+    dim = rule.place(len(shape))
     if dim is None:
         outputs_last = name == "weight" and isinstance(owner, Conv1D | nn.Embedding) and rule.kind != "vocabulary"
         dim = int(outputs_last != (rule.kind == "row"))

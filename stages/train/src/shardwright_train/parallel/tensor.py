@@ -200,31 +200,31 @@ def _compute_with_shards(
     """Make a module compute with its shards of a rule's parameters, if `lengths` are all first dims in full."""
     match rule:
         case Rule("row"):
-            _make_row_parallel(module, tensor_parallel)
+            make_row_parallel(module, tensor_parallel, tensor_parallel.leave)
         case Rule("vocabulary"):
-            _change_parameters(module, lambda name, local: _without_padding(local, lengths[name], tensor_parallel))
+            change_parameters(module, lambda name, local: _without_padding(local, lengths[name], tensor_parallel))
         case Rule("column", fused):
             if fused > 1:
                 outputs_last = isinstance(module, Conv1D)
-                _change_parameters(module, lambda _, local: local.flatten(-2) if outputs_last else local.flatten(0, 1))
+                change_parameters(module, lambda _, local: local.flatten(-2) if outputs_last else local.flatten(0, 1))
             if isinstance(module, Conv1D):
                 module.nf = module.nf // tensor_parallel.size
 
 
-def _make_row_parallel(module: nn.Module, tensor_parallel: TensorParallel) -> None:
-    """Make a matrix product compute its part of a sum over the group; only the first rank adds its bias."""
+def make_row_parallel(module: nn.Module, tensor_parallel: TensorParallel, leave: Callable[[Tensor], Tensor]) -> None:
+    """Make a matrix product compute its part of what `leave` sums over the group; only the first rank adds its bias."""
     keep = float(tensor_parallel.rank == 0)
     if tensor_parallel.size > 1:
-        _change_parameters(module, lambda name, local: local * keep if name == "bias" else local)
+        change_parameters(module, lambda name, local: local * keep if name == "bias" else local)
     compute = partial(tensor_parallel.recomputation.product, module.forward)
-    module.forward = lambda *args, **kwargs: tensor_parallel.leave(compute(*args, **kwargs))
+    module.forward = lambda *args, **kwargs: leave(compute(*args, **kwargs))
 
 
 def _without_padding(local: Tensor, length: int, tensor_parallel: TensorParallel) -> Tensor:
     return local[: max(0, min(local.shape[0], length - tensor_parallel.rank * local.shape[0]))]
 
 
-def _change_parameters(module: nn.Module, change: Callable[[str, Tensor], Tensor]) -> None:
+def change_parameters(module: nn.Module, change: Callable[[str, Tensor], Tensor]) -> None:
     """Make a module compute with its parameters (not its children's) as `change` makes them, given the name."""
     stock = module.forward
 
