@@ -155,6 +155,11 @@ def test_a_type_without_facts_is_described_by_its_class(folder):
     assert held == 2 * 32 * 64
 
 
+def test_low_rank_matrices_of_a_type_without_facts_are_refused_by_name(folder):
+    with pytest.raises(BadInput, match=r"--lora: 'starcoder2' is known by a trace, .* train the whole model"):
+        describe_folder(folder, "m", 32, adapter=folder / "adapter_config.json")
+
+
 def test_the_planner_asks_the_stage_that_trains(folder):
     asked = AdviseOptions(model=str(folder), gpus="1x2:H100-SXM", seq=32)
     assert model_of(asked)[0].types["block"].traced.kernels > 10
