@@ -83,7 +83,7 @@ def test_each_outcome_is_what_a_search_of_that_budget_gives(asked, monkeypatch):
 
 def test_what_was_not_computed_in_time_is_said(asked):
     options, question, answer = asked
-    outcomes = _outcomes(asked, limit_s=1e-6)
+    outcomes = _outcomes(asked, limit_s=0.0)
     late = [f"{share:.0%}" for share, each in zip(SHARES, outcomes, strict=True) if each is None]
     assert isinstance(outcomes[-1], Sized) and late
     page = advice_page(Advice(question, answer, (), ()), options.gpus, outcomes)
@@ -93,7 +93,7 @@ def test_what_was_not_computed_in_time_is_said(asked):
 def test_names_are_texts_in_the_page(asked):
     """A model is named after its folder, and the answer printed beside it says what the user wrote."""
     _, question, answer = asked
-    outcomes = _outcomes(asked, limit_s=1e-6)
+    outcomes = _outcomes(asked, limit_s=0.0)
 
     def page(name):
         names = {question.model.name, question.cluster.name, *question.model.layers}

@@ -135,7 +135,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "index of another key": (
         lambda folder: indexed(folder, "part.safetensors", ("x.weight",)),
-        "says that x.weight is in part.safetensors, which does not contain it",
+        "maps x.weight to part.safetensors, which does not contain it",
     ),
     "another family": (lambda folder: change_config(folder, model_type="gpt2"), "model_type is 'gpt2'"),
     "another activation": (lambda folder: change_config(folder, hidden_act="relu"), "hidden_act is relu"),
