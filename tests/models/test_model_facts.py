@@ -188,7 +188,7 @@ def test_shapes_are_those_of_every_committed_description(path):
         ({"model_type": "whisper", "d_model": 7}, "d_model 7 is not a multiple of encoder_attention_heads 4"),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers 1000000 is over"),
         ({"max_position_embeddings": 16}, "sequence length 32 is over 16 positions"),
-        ({"model_type": "mistral", "sliding_window": 16}, "over the sliding_window 16"),
+        ({"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 16}, "over the sliding_window 16"),
         ({"model_type": "mistral", "sliding_window": -1}, "sliding_window must be a whole number from 1"),
         (
             {"rope_scaling": {"rope_type": "dynamic", "factor": 1e308}},
