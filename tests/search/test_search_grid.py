@@ -1,7 +1,9 @@
 """`shardwright grid`: the plans of single searches, each answer kept, none that stops another."""
 
 import re
+import shutil
 from functools import partial
+from typing import Any
 
 import pytest
 from command_calls import call as call_app
@@ -50,6 +52,28 @@ def test_every_cell_is_answered_as_by_a_search_of_its_own(given, tmp_path):
     assert none.reason.startswith("tp_sizes: 3 does not divide")
 
 
+def test_cells_that_share_prices_are_answered_as_alone(given, make):
+    sizes = [(batch, gib / 1024) for batch in (8, 16) for gib in (3, 4, 8)]
+    cells = tuple(
+        make.request(name=f"b{batch}-m{gib}-{len(dp)}", global_batch_size=batch, memory_gib=gib, data_parallel=dp)
+        for batch, gib in sizes
+        for dp in (("ddp", "zero3"), ("ddp",))
+    )
+    answers = list[Any]()
+    for grid in (cells, *((cell,) for cell in cells)):
+        shutil.rmtree(given["folder"], ignore_errors=True)
+        write_document(given["grid"], Grid(searches=grid))
+        assert searched(given).exit_code == 0
+        for cell in read_document(given["out"], GridAnswers).cells:
+            kept = given["folder"] / f"{cell.key}.prediction.json"
+            prediction = read_document(kept, Prediction) if cell.reason is None else None
+            answers.append(cell.reason if prediction is None else (prediction.estimate, prediction.proof.gap))
+    together, alone = answers[: len(cells)], answers[len(cells) :]
+    assert together == alone
+    plans = [answer[0].simulated_step_time_s for answer in together if isinstance(answer, tuple)]
+    assert len(set(plans)) >= 3, "cells with plans of their own"
+
+
 def test_it_is_told_how_far_a_grid_is_and_how_long_it_may_still_take(given):
     told = searched(given).stderr.splitlines()
     found = [re.fullmatch(r"(\d) of 3 (\w+) in (\d+\.\d{3}) s, at most (\d+) s left", line) for line in told]
@@ -61,7 +85,7 @@ def test_what_is_known_is_not_searched_again_and_gives_the_same_list(given, make
     assert searched(given).exit_code == 0
     before = given["out"].read_bytes()
 
-    def never(*_args):
+    def never(*_args, **_shared):
         raise AssertionError
 
     monkeypatch.setattr(command, "find_best", never)
@@ -70,9 +94,9 @@ def test_what_is_known_is_not_searched_again_and_gives_the_same_list(given, make
     # A cell that is new is searched alone; one of other inputs is another one.
     asked = []
 
-    def noted(request, *rest):
+    def noted(request, *rest, **shared):
         asked.append(request.name)
-        return search.find_best(request, *rest)
+        return search.find_best(request, *rest, **shared)
 
     monkeypatch.setattr(command, "find_best", noted)
     cells = read_document(given["grid"], Grid).searches
@@ -93,8 +117,8 @@ def test_half_an_answer_is_none(given):
 
 
 def test_a_grid_that_is_interrupted_keeps_no_half_searched_plan(given, monkeypatch):
-    def stopped(*args):
-        found = search.find_best(*args)
+    def stopped(*args, **shared):
+        found = search.find_best(*args, **shared)
         return found if isinstance(found, command.Infeasible) else replace(found, stopped=True)
 
     monkeypatch.setattr(command, "find_best", stopped)
@@ -103,7 +127,7 @@ def test_a_grid_that_is_interrupted_keeps_no_half_searched_plan(given, monkeypat
 
 
 def test_a_cell_whose_time_was_up_before_a_plan_is_searched_again(given, monkeypatch):
-    def too_late(*_args):
+    def too_late(*_args, **_shared):
         raise search.StoppedEarly("grid", "no plan was found before the search was stopped", "give it more time")
 
     monkeypatch.setattr(command, "find_best", too_late)

@@ -4,6 +4,8 @@ from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from shardwright.command import show
 from shardwright.io import (
     BadInput,
@@ -31,6 +33,7 @@ from shardwright_search.search import SearchAnswer, StoppedEarly, find_best
 from shardwright_search.simplest import simplified
 from shardwright_search.solver.stopping import was_interrupted
 from shardwright_search.space.budget import Infeasible, allowed_bytes, budgets_of, with_spare
+from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import CellAnswer, Grid, GridAnswers, SearchRequest
 
 _MAX_REASON = 2**16
@@ -61,15 +64,18 @@ class _Cells(NamedTuple):
             return CellAnswer(name=search.name, key=key, reason=text)
         return None
 
-    def searched(self, search: SearchRequest) -> CellAnswer:
+    def searched(self, search: SearchRequest, priced: dict[SearchRequest, Instance]) -> CellAnswer:
         """Search a cell of the grid and store the answer, unless more time may improve it.
 
-        A cell without a plan says why, and stops no other.
+        A cell without a plan says why, and stops no other. `priced`: prices by what they rest on, which cells of other
+        budgets and batch sizes share.
         """
+        alike = replace(search, name="alike", memory_gib=None, global_batch_size=1)
         key, file, time_limit_s, began_s = self.key(search), self.options.grid, self.options.time_limit, monotonic()
         given = search, self.model, self.cluster, self.inputs.profiles, file
         try:
-            answer = simplified(find_best(*given, lambda _: None, time_limit_s), search, file)
+            found = find_best(*given, lambda _: None, time_limit_s, priced=priced.get(alike))
+            answer = simplified(found, search, file)
             reason = answer.reason if isinstance(answer, Infeasible) else None
             is_stopped = answer.stopped
         except BadInput as error:
@@ -77,6 +83,7 @@ class _Cells(NamedTuple):
         if is_stopped and was_interrupted(began_s, time_limit_s):
             raise KeyboardInterrupt  # the search took it for the wish to have its best plan so far
         if isinstance(answer, SearchAnswer):
+            priced[alike] = answer.instance
             plan, files = answer.chosen.plan, self.inputs.files | {"search": file}
             budgets = budgets_of(with_spare(search, self.cluster, self.inputs.profiles), self.cluster, file)
             budgets_bytes = allowed_bytes(plan, answer.chosen.evaluation.estimate, budgets)
@@ -99,14 +106,14 @@ def grid(options: GridOptions) -> None:
     searches = read_document(options.grid, Grid).searches
     check_writable(options.out)
     cells = _cells(options)
-    answers: list[CellAnswer] = []
+    answers, priced = list[CellAnswer](), dict[SearchRequest, Instance]()
     started, searched = monotonic(), 0
     with progress() as report:
         for number, search in enumerate(searches, 1):
             answer = cells.known(search)
             if answer is None:
                 begun, searched = monotonic(), searched + 1
-                answer = cells.searched(search)
+                answer = cells.searched(search, priced)
                 ended = monotonic()
                 left_s = (ended - started) / searched * (len(searches) - number)
                 place, took_s = f"{number} of {len(searches)}", ended - begun
