@@ -20,8 +20,8 @@ from shardwright.io import read_document, write_document
 from shardwright.types import Prediction, RunResult
 
 ROOT = Path(__file__).parents[2]
-FEWER = {"runs.demo.steps": "6"}
-"""Values in place of a row's, which would take longer."""
+FEWER = {"runs.demo.steps": "6", "data.stdlib.vocab_size": "258"}
+"""Values in place of a row's, which would take longer, or are more than the tiny model has."""
 ROWS = re.findall(
     r"^\| (.+) \| `((?:runs|data)\..+?): (.+)` \| (.+) \|$", (ROOT / "docs" / "rebuilding.md").read_text(), re.M
 )
