@@ -91,7 +91,7 @@ def test_what_brings_too_little_or_is_refused_is_said_and_what_fits_together(cap
 
 def test_nodes_of_a_network_that_is_not_known_are_joined_at_a_rate_that_is_said(capsys):
     code, _, error = _advise(capsys, "llama-3.2-3b", "--gpus", "1:RTX-4090", "--batch", 4, "--seq", 2048)
-    option, step_s = _ways(error)["the fewest nodes, joined at so much"]
+    option, step_s = _ways(error)["the fewest nodes, over an assumed network"]
     assert code == 3 and re.fullmatch(r"--gpus \dx1:RTX-4090 --inter-node-gbit-s 100", option)
     changed = {"--batch": 4, "--seq": 2048} | _options(option, None)
     code, answer, _ = _advise(

@@ -31,6 +31,7 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _LARGE_EXPONENT = re.compile(rb"[eE]\+?\d{3}")
 _DIGITS_AS_ZERO = bytes.maketrans(b"123456789", b"000000000")
 _PLAIN_DEPTH = 100
+"""Nesting that no file of ours comes near, and that every reader can follow."""
 _UNKNOWN_KEY = re.compile("Object contains unknown field `(.*?)`")
 _SEAL = "sha256"
 """Key of a sealed document's SHA-256, computed over all its other keys and values."""

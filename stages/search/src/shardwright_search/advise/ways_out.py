@@ -30,6 +30,7 @@ _MOST_BUDGETS = 4
 _RANK = 16
 _STEP_GIB = 0.01
 _IN_A_NODE = 8
+"""The most GPUs of a node that are proposed: nodes of most devices have no more."""
 _NETWORK, _ASSUMED_GBIT_S = "--inter-node-gbit-s", "100"
 """The option of a network, and what is tried where that of a device's nodes is not known."""
 Search = Callable[[Question, float], SearchAnswer | Infeasible]
@@ -247,7 +248,7 @@ def _more_nodes(
             outcome = _outcome(replace(changed, inter_node_gbit_s=_ASSUMED_GBIT_S), search, deadline)
         if isinstance(outcome, SearchAnswer):
             kind = "the fewest nodes" if fewest and number < first + _NEXT else "enough nodes, maybe not the fewest"
-            kind += ", joined at so much" if network else ""
+            kind += ", over an assumed network" if network else ""
             yield f"--gpus {changed.gpus}{network} ({kind}): {_brings(outcome, lacking)}"
             return
         if isinstance(outcome, BadInput):
