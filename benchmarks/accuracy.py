@@ -18,6 +18,7 @@ from pathlib import Path
 
 from accuracy_parts import aceso, own, sailor
 from accuracy_parts.figures import Compared, figures, show, write_json
+from accuracy_parts.public.page import page_text
 from accuracy_parts.public.show import told, told_terms
 
 from shardwright.io import BadInput, one_line_errors
@@ -47,6 +48,8 @@ def main() -> None:
             sets = told_terms(folder) if asked.terms else told(folder, asked.rows)
             name = "accuracy-public-terms.json" if asked.terms else "accuracy-public.json"
             write_json(_made(asked.out) / name, sets, versions=_versions())
+            if not asked.terms:
+                (asked.out / "accuracy-public.md").write_text(page_text(sets), encoding="utf-8")
 
 
 def _own(asked: argparse.Namespace) -> None:

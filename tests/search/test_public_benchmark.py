@@ -1,6 +1,7 @@
 """The benchmark of published runs: what it refuses, how nanotron cuts layers, and what a table counts, by hand."""
 
 import csv
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -18,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def public(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from accuracy_parts import public
-    from accuracy_parts.public import fsdp, playbook, pricing, report, runs, runtimes, terms
+    from accuracy_parts.public import fsdp, page, playbook, pricing, report, runs, runtimes, terms
 
-    assert fsdp and playbook and pricing and report and runs and runtimes and terms
+    assert fsdp and page and playbook and pricing and report and runs and runtimes and terms
     return public
 
 
@@ -31,6 +32,15 @@ def test_without_the_published_runs_it_says_so_in_one_line(given):
     assert called.returncode == 2 and called.stdout == ""
     assert called.stderr.count("\n") == 1 and called.stderr.startswith("error: "), called.stderr
     assert "give the folder" in called.stderr
+
+
+def test_the_page_of_published_runs_is_written_from_their_figures(public):
+    results = ROOT / "benchmarks/results"
+    sets = json.loads((results / "accuracy-public.json").read_bytes())["sets"]
+    page = public.page.page_text(sets)
+    assert (results / "accuracy-public.md").read_text(encoding="utf-8") == page
+    sets[0]["time"]["median"] *= 2
+    assert public.page.page_text(sets) != page
 
 
 def test_layers_are_cut_as_nanotron_cuts_them(public):

@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from accuracy_parts.public import bloom, fsdp, nvidia, playbook
+from accuracy_parts.public.page import NEAR
 from accuracy_parts.public.pricing import Priced, Unpriced
 from accuracy_parts.public.report import compared, tables
 from accuracy_parts.public.runs import Run
@@ -92,7 +93,7 @@ def _head() -> None:
 def _line(name: str, how: str, table: dict[str, Any]) -> None:
     groups = table["groups"]
     ranks = f"{fmean(g['rank_correlation'] for g in groups):6.2f}" if groups else "     -"
-    near, others = (sum(g[name] <= 1.05 for g in groups) for name in ("chosen_over_best", "chosen_of_others"))
+    near, others = (sum(g[name] <= NEAR for g in groups) for name in ("chosen_over_best", "chosen_of_others"))
     errors = " ".join(_error_text(table[what]) for what in ("time", "memory"))
     print(f"{name + ', ' + how:36} {errors} {ranks} {near:>8} ({others}) of {len(groups)}")
 
