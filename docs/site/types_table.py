@@ -1,7 +1,7 @@
-"""Write what docs/models.md says of each causal type of transformers, from docs/models.json and the facts.
+"""Write benchmarks/results/types.md, of each causal type of transformers, and its summary in docs/models.md.
 
-    python docs/site/types_table.py            # rewrite the table
-    python docs/site/types_table.py --check    # exit 1 if it is not up to date
+    python docs/site/types_table.py            # rewrite both, from docs/models.json and the facts
+    python docs/site/types_table.py --check    # exit 1 if they are not up to date
 
 docs/models.json is measured: `python tests/train/run_types.py --record`.
 """
@@ -18,6 +18,7 @@ from shardwright.models.facts import Family
 from shardwright.models.registry import FAMILIES, OTHER_NAMES
 
 PAGE = Path(__file__).parents[1] / "models.md"
+TABLE = Path(__file__).parents[2] / "benchmarks/results/types.md"
 RECORD = Path(__file__).parents[1] / "models.json"
 _BEGIN, _END = "<!-- types_table.py -->\n", "<!-- end -->\n"
 _EVERYWHERE = "DeepSpeed, accelerate"
@@ -28,17 +29,26 @@ def table(record: Mapping[str, Any]) -> str:
     rows: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)
     for kind, found in record["types"].items():
         rows[_said(kind, found)].append(f"`{kind}`")
+    return "".join(
+        (
+            "# Causal types of transformers\n\n",
+            "Written by `python docs/site/types_table.py`; see [models.md](../../docs/models.md#by-a-trace).\n\n",
+            "| types | known by | trained | exported to |\n| --- | --- | --- | --- |\n",
+            *(f"| {', '.join(kinds)} | {' | '.join(said)} |\n" for said, kinds in sorted(rows.items(), key=_order)),
+        )
+    )
+
+
+def summary(record: Mapping[str, Any]) -> str:
+    """How many types of a record train, and with what."""
     exact = sum("exact" in found for found in record["types"].values())
     divided = sum("exact" in found and "undivided" not in found for found in record["types"].values())
     of = f"{len(record['types'])} causal types of transformers {record['transformers']}"
     how = f"tiny models in float64 on 2 ranks, {record['measured']}"
-    return "".join(
-        (
-            f"Of the {of}, {exact} train exactly as their stock class ({how}), with facts or without, "
-            f"{divided} of them under tensor parallelism as well.\n\n",
-            "| types | known by | trained | exported to |\n| --- | --- | --- | --- |\n",
-            *(f"| {', '.join(kinds)} | {' | '.join(said)} |\n" for said, kinds in sorted(rows.items(), key=_order)),
-        )
+    return (
+        f"Of the {of}, {exact} train exactly as their stock class ({how}), with facts or without, {divided} of them "
+        "under tensor parallelism as well. [Each type, what it can do, or why not]"
+        "(../benchmarks/results/types.md).\n"
     )
 
 
@@ -68,17 +78,19 @@ def _systems(family: Family) -> Iterator[str]:
 
 
 def main(*, check: bool) -> int:
-    """Rewrite the page, or say whether it is up to date."""
+    """Rewrite both files, or say whether they are up to date."""
+    record = json.loads(RECORD.read_bytes())
     page = PAGE.read_text()
     before, _, rest = page.partition(_BEGIN)
     _, _, after = rest.partition(_END)
-    made = f"{before}{_BEGIN}{table(json.loads(RECORD.read_bytes()))}{_END}{after}"
-    if check:
-        if made != page:
-            print(f"{PAGE} is not up to date: python {Path(__file__).name}", file=sys.stderr)
-        return int(made != page)
-    PAGE.write_text(made)
-    return 0
+    made = {PAGE: f"{before}{_BEGIN}{summary(record)}{_END}{after}", TABLE: table(record)}
+    old = [path for path, text in made.items() if not path.exists() or path.read_text() != text]
+    for path in old:
+        if check:
+            print(f"{path} is not up to date: python {Path(__file__).name}", file=sys.stderr)
+        else:
+            path.write_text(made[path])
+    return int(check and bool(old))
 
 
 if __name__ == "__main__":
