@@ -9,11 +9,11 @@ __all__ = ["NEAR", "page_text"]
 
 NEAR = 1.05
 """Measured time of the chosen plan over the best one's up to which a choice counts as right."""
-_CAUSES = Path(__file__).with_name("causes.md")
+_NOTES = Path(__file__).with_name("notes.md")
 _HEAD = """# Published runs, set by set
 
-Written by `python benchmarks/accuracy.py public --reference FOLDER` from [its JSON](accuracy-public.json); \
-what the columns mean: [accuracy.md](../../docs/accuracy.md#published-runs).
+Written by `python benchmarks/accuracy.py public --reference FOLDER` from [its JSON](accuracy-public.json).
+[accuracy.md](../../docs/accuracy.md) sums it up.
 
 | set | runs | time: median, worst, bias | memory: median, worst, bias | ranks | chosen |
 | --- | ---: | --- | --- | ---: | ---: |
@@ -21,9 +21,9 @@ what the columns mean: [accuracy.md](../../docs/accuracy.md#published-runs).
 
 
 def page_text(sets: Sequence[Mapping[str, Any]]) -> str:
-    """The page of uncalibrated sets with several runs, and the causes of misses, which are written by hand."""
+    """The page of uncalibrated sets with several runs, and what is written by hand: how runs are read, and the causes of misses."""
     shown = (one for one in sets if one.get("how") == "uncalibrated" and one["time"] and one["time"]["runs"] > 1)
-    return "".join((_HEAD, *map(_row, shown), "\n", _CAUSES.read_text(encoding="utf-8")))
+    return "".join((_HEAD, *map(_row, shown), "\n", _NOTES.read_text(encoding="utf-8")))
 
 
 def _row(one: Mapping[str, Any]) -> str:
