@@ -21,7 +21,7 @@ Written by `python benchmarks/accuracy.py public --reference FOLDER` from [its J
 
 
 def page_text(sets: Sequence[Mapping[str, Any]]) -> str:
-    """The page of uncalibrated sets with several runs, and what is written by hand: how runs are read, and the causes of misses."""
+    """The page of uncalibrated sets with several runs, and the notes on how runs are read and on misses."""
     shown = (one for one in sets if one.get("how") == "uncalibrated" and one["time"] and one["time"]["runs"] > 1)
     return "".join((_HEAD, *map(_row, shown), "\n", _NOTES.read_text(encoding="utf-8")))
 
