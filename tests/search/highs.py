@@ -226,7 +226,7 @@ class _Program:
         """Return a kind of memory that a layer's choices hold in a stage."""
         kind = self._problem.layers[number]
         return [
-            (column, times * getattr(self._options(where, kind), field)[option] / self._byte_unit)
+            (column, times * _held(self._options(where, kind), field)[option] / self._byte_unit)
             for (where, option), column in self._choices[number].items()
             if where.stage == stage
         ]
@@ -274,6 +274,13 @@ class _Program:
         for (_, tied_class), choices in self._by_layout(number, side).items():
             by_class.setdefault(tied_class, []).extend(choices)
         return by_class
+
+
+def _held(options: Options, field: str) -> np.ndarray:
+    """Return a column of memory; late bytes are renewed in every backward pass if there are sums."""
+    if field == "renewed_bytes":
+        return np.where(options.sum_bytes > 0, options.late_bytes, 0.0)
+    return getattr(options, field)
 
 
 def _stages_of(problem: Problem, number: int) -> range:

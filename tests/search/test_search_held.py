@@ -34,10 +34,10 @@ from shardwright_search.cli import APP
 from shardwright_search.cost_model.parameters import parameter_memory
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import index_profiles
-from shardwright_search.cost_model.reclaimable import kept_if_it_fits
 from shardwright_search.options import AdviseOptions, System
 from shardwright_search.search import SearchAnswer, find_best
 
+ROOT = Path(__file__).parents[2]
 MIXED = Precision(compute="bfloat16")
 ADAPTER = '{"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}'
 
@@ -249,7 +249,10 @@ def test_profiles_of_a_runtime_that_nobody_knows_are_refused(tmp_path, make):
         index_profiles(make.hardware(cluster), Path("h.h5"), odd, Path("m.h5"))
 
 
-def test_a_layer_strategy_without_gathers_is_never_reclaimed():
+def test_a_layer_strategy_without_gathers_is_never_reclaimed(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from accuracy_parts.public.reclaimable import kept_if_it_fits
+
     asked = {"model": "llama-2-7b", "gpus": "1x8:H100-SXM", "batch": 8, "seq": 1024}
     options = AdviseOptions(**asked, runtime=RuntimeName.NANOTRON)
     question = question_of(options)

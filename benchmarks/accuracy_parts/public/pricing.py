@@ -5,6 +5,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from accuracy_parts.public.reclaimable import kept_if_it_fits
 from accuracy_parts.public.runs import Machine, Run
 from accuracy_parts.public.runtimes import runtime_of
 from msgspec import UNSET
@@ -27,7 +28,6 @@ from shardwright.types.prediction import Estimate
 from shardwright.types.strategy import ContextParallel, DataParallel, ExpertStrategy, LayerStrategy, Recompute
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.cost_model.profiles import Profiles, Scaling, index_profiles, scaled
-from shardwright_search.cost_model.reclaimable import kept_if_it_fits
 from shardwright_search.options import UniformRequest
 from shardwright_search.uniform_plan import uniform_plan
 

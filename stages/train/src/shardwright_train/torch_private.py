@@ -180,13 +180,6 @@ def compiled(function: Callable[..., Any], backend: str = "inductor") -> Callabl
     return torch.compile(function, backend=backend)
 
 
-def graph_breaks() -> dict[str, int]:
-    """The reasons of graph breaks since the compiler was reset, with their counts."""
-    from torch._dynamo.utils import counters
-
-    return dict(counters["graph_break"])
-
-
 @contextmanager
 def default_timeout(timeout: timedelta) -> Iterator[None]:
     """Set the timeout of process groups that are made inside without one, such as a DeviceMesh's."""

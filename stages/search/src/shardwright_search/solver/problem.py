@@ -89,11 +89,6 @@ class Options(NamedTuple):
         gradients = self.late_bytes, self.sum_bytes
         return layer_memory(parts, self.state_bytes, *gradients, self.activation_bytes, self.workspace_bytes)
 
-    @property
-    def renewed_bytes(self) -> Numbers:
-        """Late bytes that are created again in every backward pass."""
-        return np.where(self.sum_bytes > 0, self.late_bytes, 0.0)
-
     def cost(self, weights: tuple[float, float]) -> Numbers:
         """Return the weighted sum of A and U."""
         return weights[0] * self.time_ps + weights[1] * self.exposed_ps
