@@ -14,8 +14,8 @@ MADE_UP = {
     "An optimizer": {
         "registry.py": "monkeypatch.setitem(OPTIMIZERS, ",
         "types/plan.py": "read_document(wrong, Plan)",
-        "engine/updates.py": NOT_SUPPORTED,
-        "models/support.py": NOT_SUPPORTED,
+        "engine/updates.py": "monkeypatch.setitem(UPDATES, ",
+        "models/support.py": 'monkeypatch.setattr(support, "OPTIMIZERS_RUN", ',
     },
     "A schedule": {
         "schedules/NAME.py": "class _Eager(PipelineSchedule)",

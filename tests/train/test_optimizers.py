@@ -18,7 +18,7 @@ from tiny_models import tiny
 from torch import nn
 
 from shardwright.io import BadInput
-from shardwright.optimizers.registry import OPTIMIZERS, Shard
+from shardwright.optimizers.registry import OPTIMIZERS, Optimizer, Shard, State
 from shardwright.types import DataParallel, Plan
 from shardwright.types.plan import OptimizerName
 from shardwright_train.checkpoints.tensors import TensorShard, read_tensors, write_tensors
@@ -27,6 +27,7 @@ from shardwright_train.engine.homes import Held
 from shardwright_train.engine.learning_rate import ANY
 from shardwright_train.engine.optimizer import ShardedOptimizer
 from shardwright_train.engine.updates import UPDATES
+from shardwright_train.models import support
 from shardwright_train.models.support import OPTIMIZERS_RUN, check_supported
 from shardwright_train.parallel.world import World
 
@@ -134,6 +135,32 @@ def test_states_of_another_optimizer_are_refused_by_name(tmp_path: Path) -> None
     write_tensors(tmp_path, [TensorShard("optim.w.momentum_buffer", (0,), torch.zeros(3))], 0)
     with pytest.raises(BadInput, match=r"has no optim\.w\.exp_avg: another optimizer keeps other states"):
         read_tensors(tmp_path, {"optim.w.exp_avg": torch.zeros(3)})
+
+
+def test_an_optimizer_that_is_entered_updates_and_its_plans_run(
+    one_rank: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/architecture.md: its states, its update and its name among those that run are all that the runtime needs."""
+    made_up = Optimizer("made-up", (State("momentum_buffer"),))
+    plan = replace(random_plan(tiny("llama"), 0, 2), optimizer=made_up.name)
+    monkeypatch.setitem(OPTIMIZERS, made_up.name, made_up)
+    monkeypatch.setitem(UPDATES, made_up.name, lambda groups, _: torch.optim.SGD(groups, momentum=0.5, fused=True))
+    with pytest.raises(BadInput, match="optimizer"):
+        check_supported(plan, "plan.json")
+    monkeypatch.setattr(support, "OPTIMIZERS_RUN", (*OPTIMIZERS_RUN, made_up.name))
+    check_supported(plan, "plan.json")
+    ours = nn.Parameter(torch.ones(4, dtype=torch.float64))
+    optimizer = ShardedOptimizer({"bias": ours}, ANY, optimizer=made_up.name)
+    expected, kept = ours.detach().clone(), torch.zeros(4, dtype=torch.float64)
+    for step in (1, 2):
+        ours.grad = torch.full_like(ours, step / 8)
+        optimizer.step(step, torch.zeros((), dtype=torch.float64), False)
+        kept = 0.5 * kept + step / 8
+        expected -= ANY.learning_rate_at(step) * kept
+    torch.testing.assert_close(ours.detach(), expected)
+    (state,) = optimizer.state().values()
+    torch.testing.assert_close(state, kept)
+    assert optimizer.state_bytes == made_up.held_bytes([Shard(4, (4,))], "float64")
 
 
 def test_an_optimizer_without_an_update_is_refused_by_name() -> None:
