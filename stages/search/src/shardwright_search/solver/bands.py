@@ -75,6 +75,8 @@ class Rests(NamedTuple):
 
     def least(self, layers: Ints, largest: Numbers) -> Numbers:
         """Return the least sum of A and largest Z, given the other stages' largest Z and a layer [labels]."""
+        # In the band of the others' largest Z that Z itself counts; in any higher one a stage to come has a larger Z,
+        # which is no less than the band's lower edge.
         band = np.searchsorted(self.floors, largest, side="right")
         least: Numbers = np.minimum(self.sums[band - 1, layers] + largest, self.with_floors[band, layers])
         return least
@@ -87,6 +89,7 @@ class Bands:
     """
 
     def __init__(self, problem: Problem, costs_of: Callable[[Move], StageLowerBounds], slowest: float) -> None:
+        # A geometric scale: within a band, the lower edge is at most a step below the largest Z.
         edges = slowest * _FIRST * _STEP ** np.arange(_COUNT)
         self.floors, self._ceilings = np.r_[0.0, edges], np.r_[edges, np.inf]
         self._problem, self._costs_of, self._slowest = problem, costs_of, slowest
@@ -118,6 +121,7 @@ class Bands:
         others = self._before[move.stage][move.position][:, start] + self._after[move.stage + 1][move.after][:, end]
         largest = self._costs_of(move).largest[start, end]
         least = others + known.time + np.maximum(floors, np.maximum(known.slowest, largest))
+        # A band in which this run cannot be, or in which no plan is below the limit, must not lower the bound.
         others[(largest > self._ceilings[:, None]) | (least >= known.limit)] = np.inf
         with_largest = (others + np.maximum(floors, known.slowest_of_others)).min(0)
         return Sums(*map(np.maximum, known.sums, (others.min(0), with_largest)))
@@ -137,6 +141,7 @@ class Bands:
                 for group, after in moves:
                     here, there = (position, after) if forward else (after, position)
                     costs = self._costs_of(Move(stage, position, group, after))
+                    # Positions are many, distinct costs few: equal ones are the same object.
                     if id(costs) not in known:
                         known[id(costs)] = self._in_bands(costs, starts, ends, forward)
                     reached_sums = (levels[-1][here][:, None, passed] + known[id(costs)]).min(2)

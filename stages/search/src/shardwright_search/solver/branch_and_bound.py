@@ -55,12 +55,14 @@ def optimize(
     stopped = not ended(partial(search.run, lambda _: search.best_score / (1 + gap), progress, waits=waits), deadline)
     best, limit = search.best_known if stopped else search.best, search.best_score * (1 + near)
     if not stopped and best is not None:
+        # Plans near the best only serve the later choice by simulated time: with a gap they may not cost much.
         stopped = not ended(partial(search.find_all, limit, _MAX_NEAR_LABELS if gap else np.inf), deadline)
     known = (one for plans in search.plans.values() for one in plans if one.score <= limit)
     close = sorted(known, key=_score)
     if best is not None and (not close or best.score < close[0].score):
         close = [best, *close]  # a guess
     best, bounds = close[0] if close else best, search.bounds()
+    # Whatever is open, closed or solved bounds the optimum, and so does the best plan itself.
     bound = min(search.min_bound, *(each for each, _ in bounds[:1]), np.inf if best is None else best.score)
     return Optimum(best, tuple(close), bound, bounds, search.looked_at, len(search.plans), stopped)
 
@@ -152,11 +154,13 @@ class Search(Generic[C]):
                 continue
             here = self.heap[0]
             limit = limit_of(self._targets[here.number])
+            # Not dropped: plans near the best, under a higher limit, may be in it.
             if here.bound >= limit:
                 self._closed.append(here)
                 heapq.heappop(self.heap)
                 continue
             report(self.min_bound, self.num_left)
+            # A guess may be there from an earlier step: `take` receives it only once.
             before = self.guesses.get(here.number)
             self._step(here, limit)
             guessed = self.guesses.get(here.number)
@@ -185,9 +189,11 @@ class Search(Generic[C]):
         """Find all plans up to a limit above the best one, as far as a number of labels goes."""
         self.heap, self._closed = [*self.heap, *self._closed], []
         heapq.heapify(self.heap)
+        # Either limit may end the work here; only the one of the whole search is passed on.
         whole, self._max_labels = self._max_labels, min(self._max_labels, self._labels + max_labels)
         try:
             while self.heap and self.heap[0].bound <= limit:
+                # Solving finds plans below a limit, and here those at the limit count, too.
                 self._step(self.heap[0], float(np.nextafter(limit, np.inf)))
                 self._now = NOTHING
         except Spent:
@@ -197,6 +203,7 @@ class Search(Generic[C]):
 
     def unsolved(self) -> dict[int, float]:
         """Return the bounds of configurations neither solved nor ruled out, by number; 0: not bounded yet."""
+        # A stop may come before every configuration has a bound, and 0 holds without one.
         return {number: 0.0 for number in range(self.looked_at, len(self._targets))} | self._open
 
     def final_scores(self) -> dict[int, float]:
@@ -234,6 +241,7 @@ class Search(Generic[C]):
     def _bound(self, here: Open, queue: list[Open]) -> None:
         """Bound a configuration that has only a relaxed bound, and queue it again if a plan may fit in it."""
         self._now, target = here, self._targets[here.number]
+        # Neither bound implies the other: one shares all memory, the other cuts layers into stages.
         bound = max(here.bound, target.score(self._solvable(target.configuration).lower_ps))
         if np.isfinite(bound):
             heapq.heappush(queue, Open(bound, here.number, 0))
@@ -255,6 +263,7 @@ class Search(Generic[C]):
             if guessed is not None and known < limit:
                 self._take_guess(here.number, Best(target, guessed, known))
         wanted = next((cut for cut in cuts if known < cut), limit)
+        # Labels grow fast with the limit: far above the bound, a narrow limit is the cheaper proof.
         if wanted <= here.bound * (1 + AT_ONCE):
             cut = wanted
         solved = solvable.solve_below(target.time_ps(cut), self._most, self.tick)
@@ -269,6 +278,7 @@ class Search(Generic[C]):
         self.plans[here.number] = plans
         if plans:
             self.best = min((*plans[:1], *self._best), key=_score)
+        # That no plan is below the cut makes it the new bound; without a limit there is no plan at all.
         elif np.isfinite(cut):
             heapq.heappush(self.heap, Open(cut, here.number, min(tries + 1, len(LIMITS)), known))
 

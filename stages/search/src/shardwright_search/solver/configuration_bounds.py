@@ -75,7 +75,9 @@ class ConfigurationBounds:
         self.bands: Bands | None = None
         if whole is None:
             return
+        # The first is closer if one stage is slow, the second if all are even.
         lower = float(max(whole.total[0] + whole.slowest[0], whole.mean[0]))
+        # On one node type the sum and the largest are small in the same plans, and bands would add little.
         if problem.is_mixed and np.isfinite(lower):
             self.bands = Bands(problem, self._in_bands, float(whole.slowest[0]))
             lower = max(lower, self.bands.lower_ps)
@@ -94,6 +96,7 @@ class ConfigurationBounds:
             for position, group, after in self._moves(stage):
                 for start in {problem.start(before, group) for before in problem.positions[stage][position]}:
                     kind = StageKind(group, problem.phases(stage), start)
+                    # Stages of a kind share their labels, so the highest cap of any of them counts.
                     known = caps.setdefault(kind, np.full((len(self.runs.runs), 3), -np.inf))
                     some |= self._raise_caps(known, stage, group, position, after, limit)
             if not some:
@@ -124,6 +127,7 @@ class ConfigurationBounds:
             sums = self.bands.sums(Move(stage, position, group, after), (start, end), known)
         with np.errstate(invalid="ignore"):
             capped = np.stack([limit - sums.with_largest, limit - sums.total, limit - mean[alive]], -1)
+        # Labels have no sends yet, so their caps are lower by the least that sends take.
         sends = send * np.array([time for time, _ in weightings(self.problem, group)])
         possible = sums.total < np.inf
         np.maximum.at(caps, self.runs.number[alive][possible], (capped - sends)[possible])
@@ -140,6 +144,7 @@ class ConfigurationBounds:
         """Return a, z and g [start, end] of a stage with this send time; infinity if it cannot hold a run."""
         costs = self.costs_of(self.problem.device_groups[group], self._parts[stage])
         a, both, g = (costs.least(self.problem.layers, w) + w[0] * send for w in weightings(self.problem, group))
+        # The sum of a has each stage's least A already: z is only what comes on top.
         z = both - np.where(np.isfinite(a), a, 0)
         return Rest(*(np.where(self._able(stage), values[self.runs.number], np.inf) for values in (a, z, g)))
 
@@ -202,5 +207,6 @@ def _fewer(in_flight: int) -> int:
 
     With fewer in flight a stage needs no more memory or time.
     """
+    # Few distinct counts let stages and configurations share their costs.
     power = 1 << (in_flight.bit_length() - 1)
     return power + power // 2 if power > 1 and in_flight >= power + power // 2 else power

@@ -85,6 +85,7 @@ class Interleaved:
         """Return the best plans among those that the labels stand for."""
         plans: list[PricedSolution] = []
         count, outer = len(levels[-1].parent), len(self._embedding.time_ps) * len(self._head.time_ps)
+        # Every label meets every embedding and head: in blocks, which bounds this process's memory.
         block = max(1, _MAX_AT_ONCE // outer)
         for start in range(0, count, block):
             whole = self._whole(levels[-1], np.arange(start, min(start + block, count)))
@@ -190,9 +191,11 @@ class Interleaved:
         v, moves, kinds = problem.num_chunks, problem.group.redistribution_ps, problem.positions
         whole, (ahead, behind) = len(kinds), problem.lacking
         first, last = labels.chains[problem.spans.first], labels.chains[problem.spans.last]
+        # A chunk receives what the one before gave out, in its layout; the first one receives from the embedding.
         wrap = moves[kinds[-1]][chain.output_layout, chain.input_layout]
         sends = problem.sends_ps[:, kinds[-1]][:, chain.output_layout]
         times = v * (chain.time_ps + wrap)[None, :] + np.zeros((problem.pp_size, 1))
+        # Every chunk crosses each cut, and that takes the time of both stages.
         times[:-1] += v * sends[:-1]
         times[1:] += v * sends[:-1]
         times[[0, -1]] += (v - 1) * sends[-1] - chain.time_ps

@@ -173,6 +173,7 @@ def _corners(points: set[tuple[float, float]]) -> list[tuple[float, float]]:
     for ordered in (sorted(points), sorted(points, reverse=True)):
         half: list[tuple[float, float]] = []
         for point in ordered:
+            # A weighted sum is largest at a corner: points inside of the hull decide nothing.
             while len(half) > 1 and _turn(half[-2], half[-1], point) <= 0:
                 half.pop()
             half.append(point)

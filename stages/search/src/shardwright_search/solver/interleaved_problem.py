@@ -85,6 +85,7 @@ def _largest(counted: set[InFlight]) -> tuple[InFlight, ...]:
     """
     if not counted:
         return ()
+    # Sorted, so that every process has the same order: a set has none.
     moments = sorted(counted)
     chunks, outer, freed, at_outer, made, outer_made, makes = np.array(moments, np.int64).T
     held = [chunks, outer, chunks - outer, chunks - outer - freed]

@@ -77,6 +77,7 @@ def _simplest(options: Options, is_embedding: bool, layout: int, lean: bool) -> 
     layouts = options.output_layout if is_embedding else options.input_layout
     held = options.state_bytes + options.late_bytes + options.sum_bytes + options.activation_bytes
     order = held if lean else options.time_ps
+    # One layout throughout needs no redistribution; a type that lacks it takes what it has.
     rows = [row for row in range(len(layouts)) if layouts[row] == layout] or list(range(len(layouts)))
     return min(rows, key=lambda row: float(order[row]))
 
@@ -109,6 +110,7 @@ def _least_behind(problem: Problem) -> Numbers:
     for made in (False, True):
         costs = _least_costs(problem, made)
         usual = costs[:, int(np.bincount(layers).argmax())]
+        # Any weights are valid. The inverse of the usual layer's bytes is near the best: most layers are of a type.
         weights = 1 / usual if usual.min() > 0 else np.ones(len(usual))
         weighted = np.minimum.accumulate((weights[:, None] * costs)[::-1])[::-1, layers]
         behind = np.cumsum(weighted[:, ::-1], 1)[:, ::-1] / np.cumsum(weights[::-1])[::-1, None]
@@ -147,6 +149,7 @@ def min_memory(problem: Problem, most_missing_bytes: float = inf) -> MinMemory |
     None if each exceeds it by more than `most_missing_bytes`.
     Plans with a larger excess than an even plan's are skipped.
     """
+    # A known plan narrows the search to what exceeds its budget by less.
     even = min((_missing_bytes(problem, *plan) for plan in _even(problem)), default=inf)
     plan = _lacking(problem, min(even, most_missing_bytes))
     # Where widths differ the even plan may be one that cannot hand its layers over.
@@ -245,6 +248,7 @@ class _RunPeaks:
             layouts = np.zeros(1, np.int64) if before < 0 else self._problem.layouts_of_width[width]
             received = np.zeros(1) if before < 0 else self._problem.boundary_bytes[before][layouts]
             return _MemoryLabels(no_layers(costs.phases, received), layouts, layouts)
+        # Runs share their beginnings, which are cached.
         shorter, kind = self._labels(before, layers[:-1]), layers[-1]
         kept = _leanest(shorter.memory, shorter.received_layout)
         parent, option = pairs(kept, len(costs.options[kind].time_ps))

@@ -157,6 +157,7 @@ def _joined(parts_of: dict[_StateWithoutEnd, list[_Appended]], few: bool) -> dic
     least = np.concatenate([part.min_ps for part in joined.values()]) if joined else np.zeros(0)
     if not few or len(least) <= _FEW_IN_ALL:
         return joined
+    # One threshold for all states: a number of each would favour states without good plans.
     most = np.partition(least, _FEW_IN_ALL)[_FEW_IN_ALL]
     return {where: part.take(np.flatnonzero(part.min_ps <= most)) for where, part in joined.items()}
 
@@ -179,6 +180,7 @@ def _runs(bounds: ConfigurationBounds, stage: int, start: int, known: dict[int, 
 def _undominated(problem: Problem, labels: Prefix) -> Ints:
     """Return the labels that no other label of their layouts and class dominates."""
     none = np.zeros_like(labels.total_ps)
+    # What follows may have a larger maximum or not: four cases, and T of each must be no larger.
     ways = [(slowest, exposed) for slowest in (none, labels.slowest_ps) for exposed in (none, labels.exposed_ps)]
     columns = [problem.closed_form.time(labels.total_ps, slowest, exposed) for slowest, exposed in ways]
     layouts = labels.output_layout * problem.num_layouts + labels.received_layout
@@ -206,6 +208,7 @@ def _appended(
     if stage == 0:
         parent, chosen = np.zeros(len(runs.time_ps), np.int64), np.arange(len(runs.time_ps))
     else:
+        # The layout that a label sends in was chosen at the cut, and only runs that receive it follow.
         parent, chosen = np.nonzero(labels.received_layout[:, None] == runs.received_layout)
     time = runs.time_ps[chosen]
     if stage > 0:
@@ -214,6 +217,8 @@ def _appended(
     received = np.zeros(len(parent), np.int64)
     if stage < problem.pp_size - 1:
         out = problem.sends_ps[Cut(position, group, following)][runs.last[chosen], runs.output_layout[chosen]]
+        # The sender's time contains the send, which depends on the receiver: so labels branch by the next stage's group
+        # and by the layout that it receives.
         rows, received = np.nonzero(np.isfinite(out))
         parent, chosen, time = parent[rows], chosen[rows], time[rows] + out[rows, received]
     appended = Prefix(
@@ -310,6 +315,7 @@ def _best(problem: Problem, levels: list[Level], below_ps: float, most: int) -> 
         objective = problem.closed_form.time(labels.total_ps, labels.slowest_ps, labels.exposed_ps)
         objective = objective + problem.tied_ps[labels.tied_class, labels.output_layout]
         rows = np.flatnonzero(objective < below_ps)
+        # Stable, so that of equal plans the same one is the answer on every machine.
         best = rows[np.argsort(objective[rows], kind="stable")][:most]
         plans += [(float(objective[row]), at, int(row)) for row in best]
     plans.sort(key=lambda plan: plan[0])

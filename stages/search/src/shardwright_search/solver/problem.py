@@ -208,6 +208,7 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     def _over_mean(self, sizes: Sequence[float]) -> tuple[float, ...]:
         """Return sizes of a stage on each group, which add up to the same in any plan, over the mean of its stages."""
+        # Any plan has this sum, so the first possible placement serves.
         position, total = self.start_position, 0.0
         for moves in self.placements:
             group, position = moves[position][0]
@@ -234,6 +235,7 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
     @cached_property
     def min_send_ps(self) -> dict[Cut, float]:
         """The least time of a send between stages, over everything that can be sent; the head's outputs cannot."""
+        # Cuts are very many, their distinct arrays few: each array is looked through once.
         kinds, arrays = sorted(set(self.layers[:-1])), {id(times): times for times in self.sends_ps.values()}
         least = {identity: float(times[kinds].min()) for identity, times in arrays.items()}
         return {cut: least[id(times)] for cut, times in self.sends_ps.items()}

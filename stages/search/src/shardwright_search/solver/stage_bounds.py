@@ -38,6 +38,7 @@ class Dual:
     def __init__(self, costs: Sequence[Numbers], memory: Sequence[Numbers]) -> None:
         self._hulls = [hull(cost, resident) for cost, resident in zip(costs, memory, strict=True)]
         slopes = {slope for points in self._hulls for slope in slopes_of(points)}
+        # The dual is piecewise linear in the price, with corners at slopes of the hulls: one of them is the best price.
         self._prices = np.array(sorted(slopes | {0.0}))
         priced = [(points[:, 1:] + points[:, :1] * self._prices).min(0) for points in self._hulls]
         self._min_cost = np.stack(priced)
@@ -70,6 +71,7 @@ class Dual:
                 start = start + count * corners[0]
                 steps = np.diff(corners, axis=0) * count
                 edges += [(y / x, x, y) for x, y in steps.tolist()]
+        # The steepest steps first, from whichever type: the sum of convex curves is convex.
         edges.sort()
         points = np.cumsum([start, *((x, y) for _, x, y in edges)], axis=0)
         return Polyline(points[:, 0], rounded_down(points[:, 1]))
@@ -80,6 +82,7 @@ def hull(cost: Numbers, memory: Numbers) -> Numbers:
     points: list[tuple[float, float]] = []
     for row in np.lexsort((cost, memory)):
         x, y = float(memory[row]), float(cost[row])
+        # More memory for no less cost is never taken.
         if points and y >= points[-1][1]:
             continue
         while len(points) > 1:

@@ -98,6 +98,7 @@ class StageLabels:
         """Return, by run, the labels of every target that can be a whole stage, for which memory no longer matters."""
         runs = runs_of(self.problem.layers).runs
         reachable = sorted(((runs[target.run], target) for target in targets), key=lambda pair: pair[0])
+        # In sorted order runs with a common beginning are neighbours, so each beginning is labelled once.
         for before, group in groupby(reachable, key=lambda pair: pair[0].before):
             self.extend(self.start(before), 0, list(group))
         return self.reached
@@ -105,6 +106,7 @@ class StageLabels:
     def start(self, before: int) -> RunLabels:
         """Return one label for each layout in which the outputs of a layer of type `before` can be received."""
         is_first = self._start is Start.FIRST
+        # The embedding receives token numbers: one layout, and no bytes that count.
         layouts = np.zeros(1, np.int64) if is_first else self._layouts
         received = np.zeros(1) if is_first else self.problem.boundary_bytes[before][layouts]
         none = np.zeros(len(layouts))
@@ -142,6 +144,7 @@ class StageLabels:
         """Return the non-dominated labels of a whole stage that are below the target's caps."""
         labels = self.below(labels, target)
         if run.layers[-1] != self.problem.layers[-1]:
+            # A stage also holds the output that it sends on.
             sent = self.problem.boundary_bytes[run.layers[-1]][labels.output_layout]
             labels = labels.take(np.flatnonzero(labels.peak.max(1) + sent <= self.costs.group.budget_bytes))
         return self._undominated(labels, [])
@@ -159,6 +162,7 @@ class StageLabels:
         """Return every label with every option of the next layer, as far as some target can still be reached."""
         options = self.costs.options[kind]
         parent, option = pairs(rows, len(options.time_ps))
+        # A stage of another width sends its pieces straight into the first layer's layout.
         if depth == 0 and self._start is Start.IN_PLACE:
             fits = labels.output_layout[parent] == options.input_layout[option]
             parent, option = parent[fits], option[fits]
@@ -182,6 +186,7 @@ class StageLabels:
         most = max(sum(self._max_added[k] for k in layers) for layers, _ in rest)
         never = self.costs.group.budget_bytes - most - self._max_sent
         memory = list(np.maximum(following.peak.T, never))
+        # Resident bytes only matter to what is still to come.
         if most or self._max_sent:
             memory += list(np.maximum(following.resident.T, never - self._max_working))
         return self._undominated(following, memory)
@@ -190,6 +195,7 @@ class StageLabels:
         """Return the labels that no label of another layout dominates after a redistribution to their layout."""
         moves = self.costs.group.redistribution_ps[before]
         rows = np.arange(len(labels.time_ps))
+        # Without the triangle inequality moving on directly may be dearer than over the layout that is compared.
         if len(rows) <= _FEW or not self._triangular[before]:
             return rows
         alive = np.ones(len(rows), bool)
@@ -201,6 +207,7 @@ class StageLabels:
             if len(mine) and len(others):
                 time = labels.time_ps[others] + moves[labels.output_layout[others], layout]
                 paid = columns[others]
+                # Redistribution costs time, not memory.
                 paid[:, : -len(memory)] = np.stack(self.problem.objectives(time, labels.exposed_ps[others]), 1)
                 alive[mine] = ~beaten_alike(paid, columns[mine], (received[others], received[mine]))
         return np.flatnonzero(alive)
@@ -230,6 +237,7 @@ class StageLabels:
         What promises most for a short run leaves a long one too little memory.
         """
         assert self._max_labels is not None
+        # Lengths in between need labels much like their neighbours'.
         some = np.unique(np.linspace(0, len(rests) - 1, _LENGTHS).round().astype(int))
         fitting, few = (
             np.flatnonzero(labels.peak.max(1) <= self.costs.group.budget_bytes),

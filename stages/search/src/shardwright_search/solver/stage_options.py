@@ -67,6 +67,7 @@ def runs_of(layers: tuple[int, ...]) -> Runs:
     for start in range(total):
         before = layers[start - 1] if start else -1
         for end in range(start + 1, total + 1):
+            # Most layers are alike, so of all ranges only few are different runs.
             number[start, end] = known.setdefault(Run(before, layers[start:end]), len(known))
     counts = np.array([[run.layers.count(kind) for kind in range(max(layers) + 1)] for run in known], float)
     first, last = (np.array([run.layers[i] for run in known]) for i in (0, -1))
@@ -148,6 +149,7 @@ class GroupCosts:
         self.options = tuple(o.take(rows) for o, rows in zip(group.options, self.useful, strict=True))
         self.memory = tuple(o.memory(parts) for o in self.options)
         self._first_phase = [LayerMemory._make(column[:, 0] for column in memory) for memory in self.memory]
+        # Without late gradients, mixtures only leave out activations.
         late = any(memory.late.any() for memory in self._first_phase)
         self.measures = tuple(self._measure(share) for share in ((1.0, 0.5, 0.0) if late else (1.0,)))
 
@@ -155,6 +157,7 @@ class GroupCosts:
     def least(self, layers: tuple[int, ...], weights: Weights) -> Numbers:
         """Return a lower bound on the cost of each run [runs], without redistribution and sends; infinity: no fit."""
         runs = runs_of(layers)
+        # Each measure of memory gives a valid bound by itself, and so the largest is valid.
         least = self._min_with_pivot(runs, weights)
         for measure, dual in zip(self.measures[1:], self._duals(weights)[1:], strict=True):
             left = self.group.budget_bytes - measure.first[runs.first] - measure.last[runs.last]
@@ -258,6 +261,7 @@ def _useful(options: Options, parts: tuple[Phase, ...]) -> Ints:
     """Return the options that no other option with the same layouts dominates in memory, time and U."""
     memory = options.memory(parts)
     peak, end = memory.static + memory.late, memory.static + memory.activation
+    # More U for less A is no loss as long as A + U does not grow.
     columns = [options.time_ps, options.time_ps + options.exposed_ps]
     columns += [*peak.T, *(peak + memory.activation + memory.workspace).T, *end.T]
     key = options.input_layout * (int(options.output_layout.max()) + 1) + options.output_layout

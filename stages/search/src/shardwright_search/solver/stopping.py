@@ -117,6 +117,7 @@ class stopped_at:
     def __enter__(self) -> None:
         if self._deadline == inf:
             return
+        # Python runs signal handlers only in the main thread: elsewhere a limit would never end anything.
         if current_thread() is not main_thread():
             raise RuntimeError("a time limit works only in the main thread: search without one in other threads")
         now, timer, alarm = self._clock
@@ -126,6 +127,7 @@ class stopped_at:
         self._outer_s, self._outer_again_s = getitimer(timer)
         outer = _block_of(self._clock)
         outer_ends = self._began + self._outer_s if outer is None else outer.ends
+        # Each clock has one timer: an inner block takes it over, and later gives back what is left of the outer limit.
         self._outer = signal(alarm, self._stop)
         self._outer_is_first = self._outer_s > 0 and outer_ends < self._deadline
         self.ends = outer_ends if self._outer_is_first else self._deadline
@@ -143,6 +145,7 @@ class stopped_at:
 
     def _give_back_timer(self) -> None:
         now, timer, alarm = self._clock
+        # First of all: a signal before the next line would stop a block that is over.
         signal(alarm, _pass)
         setitimer(timer, 0)
         signal(alarm, self._outer)
@@ -158,6 +161,7 @@ class stopped_at:
         if left_s > _EARLY_S:
             setitimer(self._clock.timer, left_s, _AGAIN_S)
             return
+        # An exception inside of __enter__ or __exit__ would leave a timer set, or lose the outer one.
         while frame is not None:
             if frame.f_code in _LIMITS:
                 setitimer(self._clock.timer, _SOON_S, _AGAIN_S)
