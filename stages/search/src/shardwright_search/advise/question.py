@@ -37,7 +37,6 @@ from shardwright.types import (
     Recompute,
     Schedule,
 )
-from shardwright_search.advise.experts import searched_ep_sizes
 from shardwright_search.advise.long_context import priced_lengths, searched_cp_sizes
 from shardwright_search.advise.traced import is_traced, traced_model
 from shardwright_search.cost_model.expert_load import LoadFile, read_load
@@ -159,7 +158,7 @@ def question_of(options: AdviseOptions) -> Question:
         memory_gib=machines.budgets_gib,
         tp_sizes=machines.tp_sizes,
         cp_sizes=searched_cp_sizes(model, machines.cluster.num_devices),
-        ep_sizes=searched_ep_sizes(model, machines.cluster.num_devices),
+        ep_sizes=_searched_ep_sizes(model, machines.cluster.num_devices),
         recompute=(Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL),
         schedules=(Schedule.ONE_F_ONE_B, *interleaved),
         chunks_per_stage=_CHUNKS,
@@ -402,3 +401,10 @@ def _network(options: AdviseOptions, key: str, figures: _TypeFigures) -> tuple[N
         rate, source = device.network_bytes_per_s * per_node * 8 / 1e9, device.network_bytes_per_s_source
         return node_rates(str(rate)), f"{rate:g} Gbit/s a node (--inter-node-gbit-s); {source}"
     raise BadInput("--inter-node-gbit-s", f"what nodes of {key} send is not known", "give it, in Gbit/s a node")
+
+
+def _searched_ep_sizes(model: Model, devices: int) -> tuple[int, ...]:
+    """Return the powers of two that divide the experts of all layers, up to the devices; () where there are none."""
+    numbers = {kind.experts.number for name in model.layers if (kind := model.types[name]).experts is not UNSET}
+    powers = (1 << power for power in range(devices.bit_length())) if numbers else ()
+    return tuple(size for size in powers if size <= devices and all(number % size == 0 for number in numbers))

@@ -9,12 +9,12 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Generic
+from itertools import accumulate
+from typing import Generic, NamedTuple
 
 import numpy as np
 
 from shardwright_search.solver.guesses import AT_ONCE, GUESSED, WIDE, best_guess
-from shardwright_search.solver.open_configurations import LIMITS, NOTHING, RELAXED, Open, cuts_of
 from shardwright_search.solver.partition import PricedSolution
 from shardwright_search.solver.stopping import Spent, ended
 from shardwright_search.solver.targets import Best, C, Optimum, Solvable, Target
@@ -23,6 +23,30 @@ _MAX_NEAR_LABELS = 100_000
 """Work on plans near the best one once that is proven to be within the gap."""
 _MAX_WIDER_LABELS = 6_000
 """Work on a configuration's plans past the limit that it was solved below."""
+_RELAXED = -1
+"""Tries of a configuration that has only a relaxed bound."""
+_LIMITS = (0.001, 0.0015, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.2, 1.0)
+"""Shares by which a limit is above the one before it."""
+
+
+class Open(NamedTuple):
+    """A configuration that is not solved yet, by its bound, and how often no plan was found below a limit."""
+
+    bound: float
+    number: int
+    tries: int
+    guess: float | None = None
+    """The score of a known plan; infinity: none was found."""
+
+
+_NOTHING = Open(np.inf, -1, 0)
+"""No configuration."""
+
+
+def _cuts_of(here: Open, limit: float) -> list[float]:
+    """Return the increasing limits to try, up to the requested limit."""
+    cuts = list(accumulate(_LIMITS[here.tries :], lambda cut, more: cut * (1 + more), initial=here.bound))[1:]
+    return [*(cut for cut in cuts if cut < limit), limit]
 
 
 def optimize(
@@ -168,16 +192,16 @@ class Search(Generic[C]):
                 take(guessed)
             for best in self.plans.get(here.number, ()):
                 take(best)
-            self._now = NOTHING
+            self._now = _NOTHING
 
     def _bound_waiting(self) -> bool:
         """Bound the most promising waiting configuration, if its relaxed bound is the lowest of all."""
-        here = self._waiting[0] if self._waiting else NOTHING
-        if here.tries != RELAXED or here.bound >= self.heap[0].bound:
+        here = self._waiting[0] if self._waiting else _NOTHING
+        if here.tries != _RELAXED or here.bound >= self.heap[0].bound:
             return False
         heapq.heappop(self._waiting)
         self._bound(here, self._waiting)
-        self._now = NOTHING
+        self._now = _NOTHING
         return True
 
     def _end_wait(self) -> bool:
@@ -195,7 +219,7 @@ class Search(Generic[C]):
             while self.heap and self.heap[0].bound <= limit:
                 # Solving finds plans below a limit, and here those at the limit count, too.
                 self._step(self.heap[0], float(np.nextafter(limit, np.inf)))
-                self._now = NOTHING
+                self._now = _NOTHING
         except Spent:
             if self._labels > whole:
                 raise
@@ -223,17 +247,17 @@ class Search(Generic[C]):
             bound = target.score(self._solvable(target.configuration).relaxed_bound_ps)
             if np.isfinite(bound):
                 queue = self._waiting if waits(target.configuration) else self.heap
-                queue.append(Open(bound, number, RELAXED))
+                queue.append(Open(bound, number, _RELAXED))
             self.looked_at = number + 1
         heapq.heapify(self.heap)
         heapq.heapify(self._waiting)
-        self._now = NOTHING
+        self._now = _NOTHING
 
     def _step(self, here: Open, limit: float) -> None:
         """Bound the most promising configuration if it has only a relaxed bound, else solve below its next limit."""
         self._now = here
         heapq.heappop(self.heap)
-        if here.tries == RELAXED:
+        if here.tries == _RELAXED:
             self._bound(here, self.heap)
         else:
             self._solve(here, self._targets[here.number], limit)
@@ -252,7 +276,7 @@ class Search(Generic[C]):
         Narrow limits in which a guess says that there is no plan are passed over: what is found below a wider one is
         reported as the narrowest would have it.
         """
-        solvable, cuts = self._solvable(target.configuration), cuts_of(here, limit)
+        solvable, cuts = self._solvable(target.configuration), _cuts_of(here, limit)
         self.plans.setdefault(here.number, ())
         known, cut = here.guess, cuts[0]
         if known is None and len(cuts) == 1:
@@ -280,7 +304,7 @@ class Search(Generic[C]):
             self.best = min((*plans[:1], *self._best), key=_score)
         # That no plan is below the cut makes it the new bound; without a limit there is no plan at all.
         elif np.isfinite(cut):
-            heapq.heappush(self.heap, Open(cut, here.number, min(tries + 1, len(LIMITS)), known))
+            heapq.heappush(self.heap, Open(cut, here.number, min(tries + 1, len(_LIMITS)), known))
 
     def _take_guess(self, number: int, best: Best[C]) -> None:
         self.guesses[number] = best
