@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from runtime import CONFIG, LENGTH, Ours, compare, medians, ratio, the_plan
 
-from shardwright.types import DataParallel
+from shardwright.types import DataParallel, Plan
 from shardwright_train.checkpoints.folders import Identity, Progress
 from shardwright_train.checkpoints.saver import Saver
 from shardwright_train.checkpoints.tensors import total_bytes
@@ -58,16 +58,7 @@ def worker(result: str, pairs: int) -> None:
         found["host memory, MiB"] = _host_memory(world, folder, group)
         _window(ours, None, 0)
         for name, asynchronous in (("beside the steps", True), ("at once", False)):
-            saver = Saver(
-                folder=folder,
-                identity=Identity.of_run(JOB, plan, data_sha256="0" * 64),
-                parent=None,
-                keep_last=1,
-                keep_every=0,
-                asynchronous=asynchronous,
-                group=group,
-                bytes_in_all=total_bytes(ours.engine.tensors()),
-            )
+            saver = _saver(folder, plan, ours, group, asynchronous)
             both = [_pair(ours, saver, 2 * pairs * asynchronous + number) for number in range(pairs)]
             found[name], found[f"{name}, processor"] = [wall for wall, _ in both], [cpu for _, cpu in both]
             saver.close()
@@ -78,22 +69,26 @@ def worker(result: str, pairs: int) -> None:
             Path(result).write_text(json.dumps(found))
 
 
+def _saver(folder: Path, plan: Plan, ours: Ours, group: dist.ProcessGroup, asynchronous: bool) -> Saver:
+    return Saver(
+        folder=folder,
+        identity=Identity.of_run(JOB, plan, data_sha256="0" * 64),
+        parent=None,
+        keep_last=1,
+        keep_every=0,
+        asynchronous=asynchronous,
+        group=group,
+        bytes_in_all=total_bytes(ours.engine.tensors()),
+    )
+
+
 def _host_memory(world: World, folder: Path, group: dist.ProcessGroup) -> list[tuple[float, float]]:
     """MiB that the first save beside the steps takes of each rank's host, and those of its parameters and moments."""
     plan = the_plan(DataParallel.DDP, compiled=False)
     ours = Ours(plan, world, Groups("cpu"))
     ours.step(torch.zeros(BATCH, LENGTH + 1, dtype=torch.int64))
     tensors = ours.engine.tensors()
-    saver = Saver(
-        folder=folder,
-        identity=Identity.of_run(JOB, plan, data_sha256="0" * 64),
-        parent=None,
-        keep_last=1,
-        keep_every=0,
-        asynchronous=True,
-        group=group,
-        bytes_in_all=total_bytes(tensors),
-    )
+    saver = _saver(folder, plan, ours, group, asynchronous=True)
     with record_memory(world.device) as record:
         record.hook("start")
         saver.save(tensors, msgspec.structs.replace(Progress.begin(1.0), step=1))

@@ -18,7 +18,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import msgspec
-from accuracy_parts.commands import run, write_json_document
+from accuracy_parts import commands
+from accuracy_parts.commands import made, run, write_json_document
 
 from shardwright.io import read_document, write_document
 from shardwright.io.versions import versions_text
@@ -113,12 +114,8 @@ def _profiled(work: Path, slower: int) -> Files:
     }
     model, hardware = work / "model.json", work / "hardware.h5"
     cluster = _cluster(work, "mixed", types, list(types))
-    if not model.exists():
-        run("shardwright", "train", "describe", work / "model", "--name", "demo", "--sequence-length", LENGTH,
-            "--out", model)  # fmt: skip
-    if not hardware.exists():
-        run("shardwright", "profile", "hardware", "--cluster", cluster, "--all-nodes-here", "--time-budget", 20,
-            "--out", hardware)  # fmt: skip
+    made(model, "shardwright", "train", "describe", work / "model", "--name", "demo", "--sequence-length", LENGTH)
+    made(hardware, "shardwright", "profile", "hardware", "--cluster", cluster, "--all-nodes-here", "--time-budget", 20)
     settings = write_json_document(work / "settings.json", "profile_settings", **SETTINGS)
     for name in types:
         if (work / f"{name}.h5").exists():
@@ -139,10 +136,7 @@ def _cluster(work: Path, name: str, types: dict[str, Any], nodes: list[str]) -> 
 
 
 def _measured(plans: Path, out: Path, steps: int) -> Measurement:
-    if not out.exists():
-        run("shardwright", "train", "measure", plans, "--all-nodes-here", "--steps", steps, "--warmup-steps", 2,
-            "--out", out)  # fmt: skip
-    return read_document(out, Measurement)
+    return commands.measured(plans, out, "--all-nodes-here", "--steps", steps, "--warmup-steps", 2)
 
 
 def _searched(work: Path, files: Files) -> Plan:

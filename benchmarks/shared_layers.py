@@ -24,7 +24,8 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from accuracy_parts.commands import run, write_json_document
+from accuracy_parts import commands
+from accuracy_parts.commands import made, run, write_json_document
 from shared_parts.cases import Case, cases, cluster_of
 
 from shardwright.io import read_document, write_document
@@ -118,9 +119,7 @@ def _flat(rounds: list[list[float]]) -> Iterator[float]:
 def _hardware(work: Path, ranks: int) -> Path:
     """Measure the links of this machine among so many processes, unless that was done."""
     cluster, hardware = write_json_document(work / "cluster.json", "cluster", **cluster_of(ranks)), work / "hardware.h5"
-    if not hardware.exists():
-        run("shardwright", "profile", "hardware", "--cluster", cluster, "--time-budget", 10, "--out", hardware)
-    return hardware
+    return made(hardware, "shardwright", "profile", "hardware", "--cluster", cluster, "--time-budget", 10)
 
 
 def _profiled(folder: Path, case: Case, hidden: int, steps: int) -> tuple[Path, Path]:
@@ -130,24 +129,19 @@ def _profiled(folder: Path, case: Case, hidden: int, steps: int) -> tuple[Path, 
     lengths = (case.length, *(length for length in case.lengths if length != case.length))
     models = [folder / f"model-{length}.json" for length in lengths]
     for length, model in zip(lengths, models, strict=True):
-        if not model.exists():
-            run("shardwright", "train", "describe", folder / "config", "--name", case.name, "--sequence-length", length,
-                "--out", model)  # fmt: skip
+        described = "--name", case.name, "--sequence-length", length
+        made(model, "shardwright", "train", "describe", folder / "config", *described)
     settings = write_json_document(folder / "settings.json", "profile_settings", **case.settings)
     if not taken.exists():
         described = [word for model in models for word in ("--model", model)]
         run("shardwright", "profile", "probes", *described, "--cluster", folder.parent / "cluster.json", "--node-type",
             "cpu", "--settings", settings, "--out", probes)  # fmt: skip
         _measured(probes, taken, steps)
-    if not profile.exists():
-        run("shardwright", "profile", "fit", "--measurements", taken, "--out", profile)
-    return models[0], profile
+    return models[0], made(profile, "shardwright", "profile", "fit", "--measurements", taken)
 
 
 def _measured(plans: Path, out: Path, steps: int) -> Measurement:
-    if not out.exists():
-        run("shardwright", "train", "measure", plans, "--steps", steps, "--warmup-steps", 2, "--out", out)
-    return read_document(out, Measurement)
+    return commands.measured(plans, out, "--steps", steps, "--warmup-steps", 2)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from shardwright.io import read_document
+from shardwright.types import Measurement
+
 _ORDERLY_END_S = 30.0
 
 
@@ -30,6 +33,18 @@ def run(*command: object, threads: int | None = 1, timeout_s: float | None = Non
             _end(started)
     if code:
         sys.exit(f"{words[0]} {words[1]} ended with {code}")
+
+
+def made(out: Path, *command: object) -> Path:
+    """Run a command of this environment that writes a file, unless the file is there; return the file."""
+    if not out.exists():
+        run(*command, "--out", out)
+    return out
+
+
+def measured(plans: Path, out: Path, *options: object) -> Measurement:
+    """Measure plans, unless that was done, and read what they took."""
+    return read_document(made(out, "shardwright", "train", "measure", plans, *options), Measurement)
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

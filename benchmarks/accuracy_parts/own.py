@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from accuracy_parts.commands import run, write_json_document
+from accuracy_parts.commands import made, run, write_json_document
 from accuracy_parts.draws import random_plan
 from accuracy_parts.figures import Compared, spearman
 
@@ -68,12 +68,8 @@ def prepare(work: Path, root: Path, hardware: Path | None) -> Inputs:
         ),
         hardware or work / "hardware.h5",
     )
-    if not found.model.exists():
-        run("shardwright", "train", "describe", work / "model", "--name", "demo", "--sequence-length", LENGTH,
-            "--out", found.model)  # fmt: skip
-    if not found.hardware.exists():
-        run("shardwright", "profile", "hardware", "--cluster", found.cluster, "--time-budget", 60,
-            "--out", found.hardware)  # fmt: skip
+    made(found.model, "shardwright", "train", "describe", work / "model", "--name", "demo", "--sequence-length", LENGTH)
+    made(found.hardware, "shardwright", "profile", "hardware", "--cluster", found.cluster, "--time-budget", 60)
     return found
 
 
@@ -109,9 +105,14 @@ def _profiled(work: Path, inputs: Inputs, settings: dict[str, Any], number: int)
 
 
 def _measure(plans: Path, settings: dict[str, Any], out: Path) -> None:
-    if not out.exists():
-        options = [word for name, value in settings.items() for word in (f"--{name}", value)]
-        run("shardwright", "train", "measure", plans, *options, "--out", out)
+    made(
+        out,
+        "shardwright",
+        "train",
+        "measure",
+        plans,
+        *(w for name, value in settings.items() for w in (f"--{name}", value)),
+    )
 
 
 def compared(found: Sequence[Round], inputs: Inputs) -> list[Compared]:
