@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
         "no-gradient-accumulation-fusion", "group-query-attention", "swiglu", "disable-bias-linear", "add-qkv-bias",
         "qk-layernorm", "use-rope-scaling", "moe-grouped-gemm", "multi-latent-attention",
         "moe-router-pre-softmax", "moe-router-enable-expert-bias", "overlap-grad-reduce", "overlap-param-gather",
-        "tp-comm-overlap", "cross-entropy-loss-fusion",
+        "tp-comm-overlap", "cross-entropy-loss-fusion", "fp8-param-gather", "reuse-grad-buf-for-mxfp8-param-ag",
     ):  # fmt: skip
         own.add_argument(f"--{name}", action="store_true")
     own.add_argument("--moe-layer-freq", type=_layers)
