@@ -57,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--cross-entropy-fusion-impl", choices=["native", "te"])
     own.add_argument("--fp8-format", choices=["e4m3", "hybrid"], dest="fp8")
     own.add_argument("--fp8-recipe", choices=["tensorwise", "delayed", "mxfp8", "blockwise", "custom"])
+    own.add_argument("--window-size")
     own.add_argument("--optimizer", choices=["adam", "sgd"])
     return own
 

@@ -159,7 +159,7 @@ def test_times_that_are_far_off_have_a_cause_where_other_runs_or_the_network_exp
 
     def cause(far, *others, time_s=1.0):
         found = [public.pricing.Priced(each, each.measured_s, 1, 1, 2) for each in others]
-        return list(public.report.causes([public.pricing.Priced(far, time_s, 1, 1, 2), *found]))
+        return list(public.report.far_off([public.pricing.Priced(far, time_s, 1, 1, 2), *found]))
 
     others = ["took longer than on half as many GPUs, or than with smaller micro-batches"]
     assert cause(run, halved._replace(measured_s=3.1)) == others

@@ -10,7 +10,7 @@ from accuracy_parts.public.runs import Run
 
 from shardwright.estimate.accuracy import memory_range
 
-__all__ = ["causes", "compared", "contradicted", "tables"]
+__all__ = ["compared", "contradicted", "far_off", "tables"]
 
 _FEWEST = 5
 """Runs of a group that a rank correlation and a choice are told of."""
@@ -98,7 +98,7 @@ def contradicted(runs: Iterable[Run]) -> list[Run]:
     ]
 
 
-def causes(found: Iterable[Priced]) -> dict[str, list[str]]:
+def far_off(found: Iterable[Priced]) -> dict[str, list[str]]:
     """The runs whose times are over 40 % off, by what is known of them."""
     ran = [one for one in found if one.run.measured_s]
     of_twins = contradicted(one.run for one in ran)

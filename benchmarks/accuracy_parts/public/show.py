@@ -9,7 +9,7 @@ from typing import Any
 
 from accuracy_parts.public import bloom, fsdp, nvidia, playbook
 from accuracy_parts.public.pricing import Priced, Unpriced
-from accuracy_parts.public.report import causes, compared, tables
+from accuracy_parts.public.report import compared, far_off, tables
 from accuracy_parts.public.runs import Run
 from accuracy_parts.public.terms import told_by_term
 
@@ -75,7 +75,7 @@ def told(reference: Path, every_row: bool) -> list[dict[str, Any]]:
         table = tables([one for one in together if belongs(one.run)])
         kept.append({"kind": name, "time": table["time"], "memory": table["memory"]})
         _line(name, "all", table | {"groups": []})
-    far = causes(together)
+    far = far_off(together)
     kept.append({"over 40 % off": far})
     print(f"{sum(map(len, far.values()))} times are over 40 % off")
     for cause, names in far.items():

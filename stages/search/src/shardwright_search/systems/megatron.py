@@ -290,11 +290,12 @@ def model_notes(model: Model) -> Iterator[str]:
 def _exact(family: Family, model: Model, target: ExportTarget) -> Arguments:
     """Return the options that follow from a family's facts."""
     config, rope, hidden = family.configured(model.config), _rope(model.config), family.dropouts.hidden
-    if (window := model.types[model.layers[0]].window) is not None:
-        target.demand(False, f"a sliding window of {window} positions", "describe the model for samples no longer")
+    window = model.types[model.layers[0]].window
     rotary, epsilon = family.attention.positions == "rope", family.norm.epsilon
     options: dict[str, Value] = {
         "--position-embedding-type": family.attention.positions,
+        # Positions before a query's own, and after it.
+        "--window-size": window is not None and f"{window - 1},0",
         "--rotary-base": rotary and int(rope.get("rope_theta", 10000)),
         "--normalization": family.norm.kind,
         "--norm-epsilon": 1e-5 if epsilon is None else config[epsilon],
