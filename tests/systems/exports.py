@@ -23,8 +23,6 @@ MODELS = (
     *("qwen2.5-0.5b", "qwen2.5-7b", "qwen2.5-32b", "qwen3-0.6b", "qwen3-8b", "qwen3-32b", "gpt2-xl", "mixtral-8x7b"),
     *("qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3", "llama-4-scout", "gpt-oss-20b"),
 )
-_LENGTHS = {"mistral-7b": 8192}
-"""Longer than its window of 4,096 positions."""
 CLUSTERS = (("4x8:A100-80", "bfloat16"), ("8x8:H100-SXM", FP8), ("8x8:B200", FP8))
 """Nodes, and the precision of systems that have FP8; the others compute in bfloat16 there."""
 CHOICES = (
@@ -44,7 +42,7 @@ def write_exports(folder: Path) -> Counter[System]:
     table, written = read_devices(), Counter[System]()
     for name in MODELS:
         for gpus, precision in CLUSTERS:
-            options = AdviseOptions(model=name, gpus=gpus, batch=512, seq=_LENGTHS.get(name, 1024))
+            options = AdviseOptions(model=name, gpus=gpus, batch=512, seq=1024)
             model, cluster = model_of(options)[0], machines_of(options, table).cluster
             for system in System:
                 compute = precision if system in IN_FP8 else "bfloat16"
