@@ -10,7 +10,7 @@ from shardwright.types import GIB
 LISTED = {
     "A100-40", "A100-80", "A10", "V100-16", "V100-32", "L4", "L40S", "RTX-4090", "H100-PCIe", "H100-SXM", "H200",
     "B200", "B300", "GB200", "GB300", "MI300X", "MI355X", "RTX-5090", "A800", "H800", "H20", "RTX-6000-Ada",
-    "RTX-PRO-6000", "RTX-PRO-6000-Server", "MI325X",
+    "RTX-PRO-6000", "RTX-PRO-6000-Server", "MI325X", "A10G", "L40", "A40", "RTX-A6000", "RTX-3090",
 }  # fmt: skip
 GOOD = 'revised = "2026-01-31"\n[devices.X]\nnames = ["Device X"]\n'
 
@@ -43,7 +43,7 @@ def test_each_figure_has_a_source_of_a_year_and_absent_ones_say_so():
     assert len(figures) > 5 * len(LISTED)
     for line in figures:
         assert line.endswith("]") and "20" in line.split("[")[1], line
-    assert sum(line.endswith("USD an hour, indicative: absent") for line in lines) == 16
+    assert sum(line.endswith("USD an hour, indicative: absent") for line in lines) == 21
 
 
 def test_devices_that_came_later_are_as_fast_and_large_as_their_makers_say():
@@ -71,6 +71,22 @@ def test_devices_that_came_later_are_as_fast_and_large_as_their_makers_say():
         assert (device.peaks["bfloat16"], device.peaks["fp8"]) == (bfloat16, fp8), key
         assert (device.memory_bytes_per_s, device.link_bytes_per_s) == (memory, link), key
         assert device.memory_bytes == pytest.approx(memory_gib * GIB, rel=1e-4), key
+
+
+def test_ampere_and_ada_without_nvlink_are_as_fast_as_their_makers_say():
+    """Dense FLOP/s in bfloat16 with float32 accumulation, GiB that a driver offers, bytes/s of memory."""
+    figures = {
+        "A10G": (70e12, 22.49, 600e9),
+        "L40": (181.05e12, 44.99, 864e9),
+        "A40": (149.7e12, 44.99, 696e9),
+        "RTX-A6000": (154.8e12, 47.99, 768e9),
+        "RTX-3090": (71e12, 24, 936e9),
+    }
+    devices = read_devices().devices
+    for key, (bfloat16, memory_gib, memory) in figures.items():
+        device = devices[key]
+        assert (device.peaks["bfloat16"], device.memory_bytes_per_s, device.link) == (bfloat16, memory, "pcie"), key
+        assert device.memory_bytes == pytest.approx(memory_gib * GIB, rel=1e-3), key
 
 
 def test_fp8_is_of_the_products_of_blocks_alone():
@@ -110,6 +126,12 @@ def test_a_device_is_found_by_its_key_and_by_its_drivers_name():
         ("V100-32", "V100-32GB Tesla-V100-SXM2-32GB"),
         ("L4", "l4 L4-24GB"),
         ("L40S", "l40s L40S-48GB"),
+        ("L40", "l40 L40-48GB"),
+        ("A10", "a10 A10-24GB"),
+        ("A10G", "a10g A10G-24GB"),
+        ("A40", "a40 A40-48GB"),
+        ("RTX-A6000", "A6000 a6000 RTXA6000 A6000-48GB"),
+        ("RTX-3090", "3090 RTX3090 rtx_3090 GeForce-RTX-3090"),
         ("A800", "a800 A800-SXM4-80GB"),
         ("H800", "h800 H800-SXM5 H800-80GB"),
         ("H20", "h20 H20-96GB"),
@@ -136,7 +158,7 @@ def test_a_device_is_found_however_people_write_its_name(key, names):
         *((name, f"'{name}' is not in the table") for name in ("A100-PCIe", "H100-NVL", "4090D", "RTX-4090-48GB")),
         *(
             (name, f"'{name}' is not in the table")
-            for name in ("L40", "A10G", "GH200", "H20-3e", "H800-PCIe", "RTX", "80GB")
+            for name in ("L20", "A5000", "GH200", "H20-3e", "H800-PCIe", "RTX", "80GB")
         ),
         ("RTX-PRO-6000-Max-Q", "'RTX-PRO-6000-Max-Q' is not in the table"),
     ],

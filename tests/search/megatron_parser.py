@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
         "no-gradient-accumulation-fusion", "group-query-attention", "swiglu", "disable-bias-linear", "add-qkv-bias",
         "qk-layernorm", "use-rope-scaling", "moe-grouped-gemm", "multi-latent-attention",
         "moe-router-pre-softmax", "moe-router-enable-expert-bias", "overlap-grad-reduce", "overlap-param-gather",
-        "tp-comm-overlap", "cross-entropy-loss-fusion",
+        "tp-comm-overlap", "cross-entropy-loss-fusion", "fp8-param-gather", "reuse-grad-buf-for-mxfp8-param-ag",
     ):  # fmt: skip
         own.add_argument(f"--{name}", action="store_true")
     own.add_argument("--moe-layer-freq", type=_layers)
@@ -57,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--cross-entropy-fusion-impl", choices=["native", "te"])
     own.add_argument("--fp8-format", choices=["e4m3", "hybrid"], dest="fp8")
     own.add_argument("--fp8-recipe", choices=["tensorwise", "delayed", "mxfp8", "blockwise", "custom"])
+    own.add_argument("--window-size")
     own.add_argument("--optimizer", choices=["adam", "sgd"])
     return own
 

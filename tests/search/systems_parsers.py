@@ -30,6 +30,7 @@ _RENAMED = {
     "layernorm_epsilon": "norm_epsilon",
     "num_moe_experts": "num_experts",
     "gated_linear_unit": "swiglu",
+    "fp8_param": "fp8_param_gather",
 }
 """Fields of megatron-core that its `core_transformer_config_from_args` takes from options of other names."""
 

@@ -161,6 +161,31 @@ def test_a_run_is_contradicted_by_a_twin_of_other_data_parallelism_on_as_many_gp
     assert (group["chosen_over_best"], group["contradicted"], group["chosen_of_others"]) == (1.6, 1, 1.0)
 
 
+def test_times_that_are_far_off_have_a_cause_where_other_runs_or_the_network_explain_them(public):
+    """Half as many GPUs took less, as did smaller micro-batches: but for repeats' spread, and a pipeline's waits."""
+    run = nanotron_run(public, devices=32, micro_batch_size=4, num_microbatches=4, measured_s=4.0, pp_size=4, tp_size=1)
+    halved = run._replace(devices=16, num_microbatches=8)
+    smaller = run._replace(micro_batch_size=2, num_microbatches=8)
+
+    def cause(far, *others, time_s=1.0):
+        found = [public.pricing.Priced(each, each.measured_s, 1, 1, 2) for each in others]
+        return list(public.report.far_off([public.pricing.Priced(far, time_s, 1, 1, 2), *found]))
+
+    others = ["took longer than on half as many GPUs, or than with smaller micro-batches"]
+    assert cause(run, halved._replace(measured_s=3.1)) == others
+    assert cause(run, halved._replace(measured_s=3.3)) == ["not explained by other runs"]
+    # Of 4 micro-batches in 4 stages a step waits three sevenths, of 8 three elevenths.
+    allowed_s = 4.0 / 1.25 * (1 + 3 / 8) / (1 + 3 / 4)
+    assert cause(run, smaller._replace(measured_s=allowed_s - 0.01)) == others
+    assert cause(run, smaller._replace(measured_s=allowed_s + 0.01)) == ["not explained by other runs"]
+    assert cause(run, smaller._replace(measured_s=1.0, recompute=Recompute.FULL)) == ["not explained by other runs"]
+    assert cause(run, run._replace(measured_s=2.0, data_parallel=DataParallel.ZERO2)) == [
+        "took over 1.5 times the GPU time of a twin"
+    ]
+    assert cause(run._replace(tp_size=16, pp_size=1)) == ["tensor parallelism over nodes"]
+    assert cause(run, time_s=2.5) == []
+
+
 _PLAYBOOK = {
     "model": "1B", "layers": 16, "hidden": 2048, "heads": 32, "kv_heads": 32, "ffn": 8192, "vocab": 131072,
     "tied_embeddings": 1, "seq_len": 4096, "gpus": 16, "dp": 16, "tp": 1, "pp": 1, "zero_stage": 1, "micro_batch": 1,

@@ -7,10 +7,12 @@ from functools import cache
 import pytest
 from msgspec import UNSET
 
+from shardwright.estimate.layers import ExpertHabits, Machine, estimate_experts
+from shardwright.estimate.messages import Link
 from shardwright.estimate.runtimes import Graphs, RuntimeName
 from shardwright.io import BadInput
-from shardwright.key import HostKey
-from shardwright.types import Cluster, NodeGroup, NodeType, Recompute
+from shardwright.key import ExpertKey, HostKey
+from shardwright.types import Cluster, NodeGroup, NodeType, Precision, Recompute
 from shardwright.types.dispatcher import Dispatcher
 from shardwright_search.advise.choices import reading_of
 from shardwright_search.advise.question import Question, question_of
@@ -124,6 +126,23 @@ def test_domains_hold_all_nodes_of_a_rack_or_equal_powers_of_two():
 
     assert domains(18) == (72,) and domains(64) == (64,) * 4 and domains(20) == (16,) * 5
     assert domains(4, 64) == (64,) * 4 and domains(3, 8, None) == (8,) * 3 == domains(3, 8, 8)
+
+
+@pytest.mark.parametrize(("fused", "itemsize"), [(False, 4), (True, 2)])
+def test_biases_of_experts_are_moved_in_float32_unless_one_operator_adds_them(fused, itemsize):
+    """28 bytes an element of float32 are written and read in a forward pass, and twice in a backward one."""
+    model = _megatron("gpt-oss-120b", "1x8:H100-SXM", 64).model
+    key = ExpertKey(type=model.layers[0], experts=16, etp_size=1, recompute=Recompute.NONE, rows=4096)
+
+    def passes(bias_bytes: int) -> tuple[float, float]:
+        habits = ExpertHabits(fused=fused, bias_bytes=bias_bytes)
+        machine = Machine(1e12, 1e12, Link(1e12, 0.0), experts=habits)
+        figures = estimate_experts(model, key, Precision(compute="bfloat16"), machine)
+        return figures.forward_s, figures.backward_s
+
+    added = [more - without for more, without in zip(passes(28), passes(0), strict=True)]
+    moved_s = 2 * 28 * itemsize / 4 * 4096 * model.boundary[0].features / 1e12
+    assert added == pytest.approx([moved_s, 2 * moved_s])
 
 
 def test_positions_go_to_so_many_places_in_the_mean():

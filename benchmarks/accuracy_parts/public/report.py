@@ -10,7 +10,7 @@ from accuracy_parts.public.runs import Run
 
 from shardwright.estimate.accuracy import memory_range
 
-__all__ = ["compared", "contradicted", "tables"]
+__all__ = ["compared", "contradicted", "far_off", "tables"]
 
 _FEWEST = 5
 """Runs of a group that a rank correlation and a choice are told of."""
@@ -18,6 +18,10 @@ _WHERE = ("predicted over", "predicted near the limit", "predicted to fit")
 """Over: even the lower end of the range; to fit: the upper end, too."""
 _CONTRADICTED = 1.5
 """GPU time over that of a twin from which a run is contradicted."""
+_REPEATED = 1.25
+"""Spread of the playbook's repeats of one plan."""
+_FAR = 0.4
+"""Error of a time over which it wants a cause."""
 _CALIBRATED_ON = 8
 """Devices of the runs that factors are learned from; these runs are then left out."""
 
@@ -92,6 +96,47 @@ def contradicted(runs: Iterable[Run]) -> list[Run]:
             if other.devices >= run.devices and other is not run
         )
     ]
+
+
+def far_off(found: Iterable[Priced]) -> dict[str, list[str]]:
+    """The runs whose times are over 40 % off, by what is known of them."""
+    ran = [one for one in found if one.run.measured_s]
+    of_twins = contradicted(one.run for one in ran)
+    named: dict[str, list[str]] = {}
+    for one in ran:
+        if abs(one.time_error) <= _FAR:
+            continue
+        if one.run in of_twins:
+            cause = "took over 1.5 times the GPU time of a twin"
+        elif any(_outdone_by(one.run, other.run) for other in ran):
+            cause = "took longer than on half as many GPUs, or than with smaller micro-batches"
+        elif one.run.tp_size > one.run.machine.devices_per_node:
+            cause = "tensor parallelism over nodes"
+        else:
+            cause = "not explained by other runs"
+        named.setdefault(cause, []).append(f"{one.run.set}: {one.run.name}, {one.time_error:+.0%}")
+    return named
+
+
+def _outdone_by(run: Run, other: Run) -> bool:
+    """Whether a step took longer than another one, in spite of more ranks or larger micro-batches, beyond repeats.
+
+    The plans are the same otherwise. With fewer micro-batches a pipeline waits a larger share of the step.
+    """
+    same = all(getattr(run, name) == getattr(other, name) for name in _SAME)
+    devices, samples = other.devices / run.devices, other.micro_batch_size / run.micro_batch_size
+    if not same or run.measured_s is None or other.measured_s is None or devices > 1 or samples > 1:
+        return False
+    longer = devices * _with_bubble(run) / _with_bubble(other)
+    return devices * samples < 1 and run.measured_s > _REPEATED * max(longer, 1.0) * other.measured_s
+
+
+_SAME = ("set", "config", "sequence_length", "machine", "global_batch_size", "recompute", "compiled", "compute")
+_SAME += ("tp_size", "pp_size", "cp_size", "chunks", "ep_size", "etp_size", "data_parallel", "habits", "modules")
+
+
+def _with_bubble(run: Run) -> float:
+    return 1 + (run.pp_size - 1) / (run.num_microbatches * run.chunks)
 
 
 def _gpu_s(run: Run) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 from accuracy_parts.public import bloom, fsdp, nvidia, playbook
 from accuracy_parts.public.page import NEAR
 from accuracy_parts.public.pricing import Priced, Unpriced
-from accuracy_parts.public.report import compared, tables
+from accuracy_parts.public.report import compared, far_off, tables
 from accuracy_parts.public.runs import Run
 from accuracy_parts.public.terms import told_by_term
 
@@ -76,6 +76,13 @@ def told(reference: Path, every_row: bool) -> list[dict[str, Any]]:
         table = tables([one for one in together if belongs(one.run)])
         kept.append({"kind": name, "time": table["time"], "memory": table["memory"]})
         _line(name, "all", table | {"groups": []})
+    far = far_off(together)
+    kept.append({"over 40 % off": far})
+    print(f"{sum(map(len, far.values()))} times are over 40 % off")
+    for cause, names in far.items():
+        print(f"    {len(names)} {cause}")
+        for name in names:
+            print(f"        {name}")
     return kept
 
 

@@ -101,10 +101,9 @@ def test_megatron_is_told_rotary_angles_heads_of_their_own_width_and_biases(make
         megatron_arguments(_plan(make, "llama-2-7b", attention_bias=True), PLAN)
 
 
-def test_a_window_that_samples_are_longer_than_is_refused(make):
-    megatron_arguments(_plan(make, "mistral-7b", sliding_window=8192), PLAN)
-    with pytest.raises(BadInput, match="cannot express a sliding window of 4096 positions"):
-        megatron_arguments(_plan(make, "mistral-7b", sliding_window=4096), PLAN)
+def test_a_window_that_samples_are_longer_than_counts_the_positions_before_a_query_s_own(make):
+    assert megatron(_plan(make, "mistral-7b", sliding_window=8192)).window_size is None
+    assert megatron(_plan(make, "mistral-7b", sliding_window=4096)).window_size == "4095,0"
 
 
 def test_what_the_arguments_cannot_hold_of_a_model_is_told(make):

@@ -287,7 +287,7 @@ def test_odd_values_of_settings_are_refused_in_one_line(tmp_path, name, text):
 
 def test_products_in_fp8_are_taken_where_the_question_asks_for_them(tmp_path):
     taken = {
-        "args.txt": f"{ARGUMENTS} --fp8-format hybrid --fp8-recipe delayed",
+        "args.txt": f"{ARGUMENTS} --fp8-format hybrid --fp8-recipe delayed --fp8-param-gather",
         "run.toml": _toml({"model.converters": ["float8"], "float8.recipe_name": "tensorwise"}),
         "recipe.py": RECIPE.format("cfg.mixed_precision = 'bf16_with_fp8_delayed_scaling_mixed'"),
     }

@@ -67,6 +67,7 @@ def test_fp8_is_exported_with_the_scaling_that_the_device_has(make, device, reci
     plan = named(make, "llama-3-8b", device, precision=FP8)
     given = megatron(plan)
     assert (given.bf16, given.fp8_recipe, given.fp8) == (True, recipe, kind)
+    assert given.fp8_param_gather and given.reuse_grad_buf_for_mxfp8_param_ag == (recipe == "mxfp8")
     assert f"cfg.mixed_precision = {mixed!r}" in SYSTEMS[System.MEGATRON_BRIDGE].export(plan, PLAN).text
     titan = SYSTEMS[System.TORCHTITAN].export(replace(plan, gradient_reduction=EVERY), PLAN)
     assert f'converters = ["quantize.linear.{converter}"]' in titan.text
@@ -81,6 +82,19 @@ def test_fp8_is_exported_with_the_scaling_that_the_device_has(make, device, reci
     for system in (System.DEEPSPEED, System.ACCELERATE, System.GALVATRON):
         with pytest.raises(BadInput, match="cannot express precision float32/fp8/float32"):
             SYSTEMS[system].export(plan, PLAN)
+
+
+def test_parameters_in_fp8_are_asked_for_as_far_as_the_price_assumes_them(make):
+    """They want the distributed optimizer, which one rank may have, too; Megatron-FSDP has buffers of its own."""
+    replicas = megatron(named(make, "llama-3-8b", "NVIDIA B200", data_parallel=DataParallel.DDP, precision=FP8))
+    assert replicas.fp8 and not (replicas.fp8_param_gather or replicas.use_distributed_optimizer)
+    split = {"tp_size": 8, "sequence_parallel": SequenceParallel.MEGATRON}
+    alone = megatron(named(make, "llama-3-8b", precision=FP8, **split))
+    assert alone.fp8_param_gather and alone.use_distributed_optimizer and not alone.overlap_param_gather
+    plan = named(make, "llama-3-8b", "NVIDIA B200", data_parallel=DataParallel.ZERO3, precision=FP8)
+    fsdp = megatron(replace(plan, gradient_reduction=EVERY))
+    assert fsdp.use_megatron_fsdp and fsdp.fp8_param_gather and not fsdp.reuse_grad_buf_for_mxfp8_param_ag
+    assert not megatron(named(make, "llama-3-8b")).fp8_param_gather
 
 
 @pytest.mark.parametrize(

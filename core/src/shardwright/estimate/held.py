@@ -42,6 +42,9 @@ class Held(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whether a gate's activation and product are one kernel, which keeps what enters it and no activation."""
     fp8_inputs: bool = False
     """Whether inputs of products in FP8 are kept in it: a byte each."""
+    fp8_parameters: bool = False
+    """Whether matrices of products in FP8 are parameters in it, which ZeRO gathers; under DDP their copies in FP8, in
+    both orders, stay all step long in addition to parameters in 16 bits."""
     every_second_product: bool = False
     """Whether selective recomputation keeps attention and every second product only."""
     gathered_inputs: bool = False
@@ -106,6 +109,7 @@ _WORDS = (
     ("compute_gradients", "gradients in the compute format beside reduced ones"),
     ("fused_gate", "gates in one kernel"),
     ("fp8_inputs", "inputs of FP8 products in a byte"),
+    ("fp8_parameters", "parameters of FP8 products gathered in FP8"),
     ("every_second_product", "every second product recomputed"),
     ("gathered_inputs", "gathered inputs of blocks kept"),
 )
@@ -121,12 +125,20 @@ transformers/modeling_utils.py: `tie_weights` makes one parameter of both."""
 BY_GALVATRON = Held(loss_bytes=10, reserved=_RESERVED)
 """vocab_parallel_cross_entropy of its copy of Megatron: bf16 logits, their float32 copy, the softmax."""
 BY_MEGATRON_CORE = Held(
-    loss_bytes=6, whole_gradients=True, fused_gate=True, fp8_inputs=True, ties=True, reserved=_RESERVED
+    loss_bytes=6,
+    whole_gradients=True,
+    fused_gate=True,
+    fp8_inputs=True,
+    fp8_parameters=True,
+    ties=True,
+    reserved=_RESERVED,
 )
 """megatron/core/distributed/param_and_grad_buffer.py: one contiguous buffer of gradients; its native fused cross
 entropy (core/fusions/fused_cross_entropy.py), as its validate_args refuses Transformer Engine's: logits or their
 gradient in bf16 beside the softmax in float32;
-megatron/core/fusions/fused_bias_swiglu.py keeps its input; Transformer Engine's linear.py keeps inputs quantized;
+megatron/core/fusions/fused_bias_swiglu.py keeps its input; Transformer Engine's linear.py keeps inputs quantized, and
+weights with their transpose over all micro-batches; --fp8-param-gather, which needs the distributed optimizer, makes
+these the parameters, and sends a byte of each but in MXFP8 (core/distributed/param_and_grad_buffer.py);
 megatron/core/models/gpt/gpt_model.py: the output layer of the embedding's stage has no weight of its own."""
 BY_TORCHTITAN = Held(loss_bytes=12, sharded_loss_bytes=18, every_second_product=True, reserved=1.12)
 """torchtitan/components/loss.py: cross entropy of float32 logits, as transformers'; under tensor parallelism

@@ -76,9 +76,9 @@ class ExpertHabits(NamedTuple):
     kernels: int = 0
     """Kernels of each local expert in a forward pass."""
     fused: bool = False
-    """Whether experts are one operator, with the permutation, quantization and biases of their rows."""
+    """Whether experts are one operator, with the permutation and quantization of their rows."""
     bias_bytes: int = 0
-    """Bytes for each element of a row whose experts have biases."""
+    """Bytes for each element of a row whose experts have biases, which are in float32 unless they are one operator."""
 
 
 class Machine(NamedTuple):
@@ -279,8 +279,11 @@ def estimate_experts(model: Model, key: ExpertKey, precision: Precision, machine
     part = experts_part(model, here, key.rows, hidden, 0, exchanged)
     if machine.experts.fused:
         part = replace(part, passing=0)
-    elif has_biases(kind):
-        part = replace(part, passing_bytes=part.passing_bytes + machine.experts.bias_bytes * key.rows * hidden)
+    if has_biases(kind):
+        # One operator adds them in the compute format, others in float32.
+        added = machine.experts.bias_bytes * key.rows * hidden
+        added = added * itemsize // ITEMSIZE["float32"] if machine.experts.fused else added
+        part = replace(part, passing_bytes=part.passing_bytes + added)
     kernels = part.fused_kernels if machine.compiled and part.fused_kernels is not None else part.kernels
     part = replace(part, trained=kind.trained_share, kernels=kernels)
     share = _Share(1, itemsize, 1.0, 1.0, 1.0, 1.0, False, False)

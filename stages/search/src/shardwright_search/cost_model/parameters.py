@@ -27,7 +27,7 @@ from shardwright.plan.parameter_groups import ParameterGroup
 from shardwright.types.hardware_profile import Collective, GroupKind
 from shardwright.types.model import EMBEDDING, HEAD, LayerType, Model, Parameter
 from shardwright.types.model_profile import StateRow
-from shardwright.types.plan import BASE_BITS, ITEMSIZE, Precision
+from shardwright.types.plan import BASE_BITS, FP8, ITEMSIZE, Precision
 from shardwright.types.strategy import DataParallel, ExpertGrid, Strategy
 from shardwright_search.cost_model.collectives import (
     Duration,
@@ -48,6 +48,9 @@ from shardwright_search.cost_model.topology import (
 )
 from shardwright_search.step.pareto import Numbers
 
+_FP8_ORDERS = 2
+"""Copies of a matrix in FP8, a byte each: as products of the forward pass and of the backward pass read it."""
+
 
 class ParameterMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of one layer's parameters on one rank."""
@@ -56,6 +59,8 @@ class ParameterMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters as stored: sP under DDP, sP/w when sharded."""
     gathered_parameters: int
     """Compute copies that stay for the whole step: cP under ZeRO-2 and DDP, unless the stored ones are used directly.
+
+    Copies in FP8 come on top where the runtime does not compute with parameters in FP8 themselves.
 
     Under ZeRO-3 that is the gather buffer of the model's first layer, which FSDP2 keeps until the next gather.
     """
@@ -152,12 +157,26 @@ def parameter_memory(
     if quantized := _quantized(kind, precision):
         largest = max(p.numel(axes.tensor.size) for p in quantized)
         memory = msgspec.structs.replace(memory, buffers=memory.buffers + ITEMSIZE[precision.compute] * largest)
+    if held.fp8_parameters and precision.compute == FP8 and replicated:
+        copies = _FP8_ORDERS * sum(p.numel(axes.tensor.size) for p in _products(kind))
+        memory = msgspec.structs.replace(memory, gathered_parameters=memory.gathered_parameters + copies)
     if not held.whole_gradients or zero3:
         return memory
     copies = held.compute_gradients and axes.states.size > 1
     copied = ITEMSIZE[precision.compute] * trained_count if copies and precision.reduce != precision.compute else 0
     none = dict.fromkeys(("gradients", "gradient_sums", "unreduced_gradients"), 0)
     return msgspec.structs.replace(memory, gradient_buffer=full_bytes + copied, buffers=whole, **none)
+
+
+def _products(kind: LayerType) -> list[Parameter]:
+    """Return the matrices of a block that products in FP8 round."""
+    return [p for p in kind.parameters if len(p.shape) > 1 and not p.is_buffer]
+
+
+def _in_a_byte(message: Message, kind: LayerType, parts: int) -> Message:
+    """Return a gather of parameters whose matrices are sent in FP8, instead of the compute format's 2 bytes."""
+    products, whole = sum(p.numel(parts) for p in _products(kind)), kind.parameter_count(parts)
+    return message._replace(bytes=message.bytes - message.bytes * products // (2 * whole))
 
 
 def _quantized(kind: LayerType, precision: Precision) -> list[Parameter]:
@@ -263,12 +282,20 @@ def parameter_costs(
     axes, states = axes_of(strategy).dense, _share_of_states(states, model.types[type_name], group)
     optimizer = optimizer.at_ends if type_name in (EMBEDDING, HEAD) else optimizer
     sizes, count = (ITEMSIZE[precision.compute], ITEMSIZE[precision.reduce]), 1 if single_microbatch else 2
-    groups = data_group_kinds(topology, axes)
+    groups, zero3 = data_group_kinds(topology, axes), strategy.data_parallel is DataParallel.ZERO3
     messages = list(parameter_messages(kind, strategy, *sizes, count, reduces_every))
     given = profiles, states, axes.shards, groups
     # One gather stands for those of all passes.
-    gather = _overlapped(*given, [m for m in messages if m.cause is Cause.PARAMETERS][:1])
-    if profiles.gathers_alone and strategy.data_parallel is not DataParallel.ZERO3:
+    gathers = [m for m in messages if m.cause is Cause.PARAMETERS][:1]
+    held = profiles.held
+    if type_name in (EMBEDDING, HEAD):
+        # Their products are in the compute format's 16 bits.
+        held = msgspec.structs.replace(held, fp8_parameters=False)
+    if held.fp8_parameters and precision.compute == FP8 and (zero3 or not profiles.in_mxfp8):
+        # Both orders of MXFP8 are needed for a step, and are made of 16 bits then; ZeRO-3 gathers one for each pass.
+        gathers = [_in_a_byte(m, kind, axes.tensor.size) for m in gathers]
+    gather = _overlapped(*given, gathers)
+    if profiles.gathers_alone and not zero3:
         gather = gather._replace(slowdowns=None)
     reduction = _overlapped(*given, [m for m in messages if m.cause is Cause.GRADIENTS])
     share = optimizer.share_of_adamw(shards_of(kind, axes.tensor.size), precision)
@@ -286,7 +313,7 @@ def parameter_costs(
             deferred=not (single_microbatch or reduces_every),
             reduce_every_microbatch=reduces_every and not single_microbatch,
             is_first_layer=type_name == EMBEDDING,
-            held=profiles.held,
+            held=held,
         ),
         gather=gather,
         reduction=reduction,

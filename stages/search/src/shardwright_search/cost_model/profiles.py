@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from shardwright.devices.table import shipped_devices
 from shardwright.estimate.curves import fits_table
 from shardwright.estimate.held import OURS, Held
 from shardwright.estimate.runtimes import RUNTIMES, Runtime, RuntimeName
@@ -89,6 +90,8 @@ class Profiles(NamedTuple):
     """What the runtime holds unlike this project's."""
     gathers_alone: bool = False
     """Whether the runtime gathers ZeRO-2's parameters beside nothing."""
+    in_mxfp8: bool = False
+    """Whether the device scales products in FP8 in blocks of 32, whose two orders of a matrix are rounded apart."""
     others: tuple["Profiles", ...] = ()
     """The profiles of the other devices of a mixed cluster."""
     rests: Mapping[LayerKey, LayerPoints] = MappingProxyType({})
@@ -213,6 +216,7 @@ def index_profiles(
         memory_factor=held.reserved,
         held=held,
         gathers_alone=runtime.gathers_alone,
+        in_mxfp8=(device := shipped_devices().get(model_profile.origin.device)) is not None and device.mxfp8,
     )
 
 

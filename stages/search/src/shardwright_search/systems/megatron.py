@@ -290,11 +290,12 @@ def model_notes(model: Model) -> Iterator[str]:
 def _exact(family: Family, model: Model, target: ExportTarget) -> Arguments:
     """Return the options that follow from a family's facts."""
     config, rope, hidden = family.configured(model.config), _rope(model.config), family.dropouts.hidden
-    if (window := model.types[model.layers[0]].window) is not None:
-        target.demand(False, f"a sliding window of {window} positions", "describe the model for samples no longer")
+    window = model.types[model.layers[0]].window
     rotary, epsilon = family.attention.positions == "rope", family.norm.epsilon
     options: dict[str, Value] = {
         "--position-embedding-type": family.attention.positions,
+        # Positions before a query's own, and after it.
+        "--window-size": window is not None and f"{window - 1},0",
         "--rotary-base": rotary and int(rope.get("rope_theta", 10000)),
         "--normalization": family.norm.kind,
         "--norm-epsilon": 1e-5 if epsilon is None else config[epsilon],
@@ -386,7 +387,7 @@ def megatron_arguments(plan: Plan, plan_file: object, tuned: bool = False) -> Ex
         **_recompute(plan, uniform.ranges, target),
         **_precision(plan, target),
     }
-    options |= _hidden(plan, uniform, options)
+    options |= {**_hidden(plan, uniform, options), **_fp8_parameters(plan, options)}
     options |= tuned_options(plan, uniform) if tuned else {}
     given = {option: value for option, value in options.items() if value is not False}
     text = "".join(f"{shlex.join((option, *_words(value)))}\n" for option, value in given.items())
@@ -433,7 +434,8 @@ def _data_parallel(plan: Plan, uniform: UniformStrategy, target: ExportTarget) -
     kind, one_microbatch = uniform.layer.data_parallel, plan.num_microbatches == 1
     once = one_microbatch or plan.gradient_reduction is GradientReduction.DEFERRED
     if uniform.replicas == 1:
-        return {}
+        # Parameters in FP8 want it, whatever there is to shard.
+        return {"--use-distributed-optimizer": plan.precision.compute == FP8}
     if kind is DataParallel.DDP:
         feature = "layers[0]: ddp that reduces gradients after every microbatch"
         target.demand(once, feature, "choose gradient_reduction deferred")
@@ -469,10 +471,19 @@ def _hidden(plan: Plan, uniform: UniformStrategy, options: Arguments) -> Argumen
     fused = plan.precision.compute in ("bfloat16", FP8)
     return {
         "--overlap-grad-reduce": beside,
-        "--overlap-param-gather": beside and "--use-distributed-optimizer" in options,
+        "--overlap-param-gather": beside and options.get("--use-distributed-optimizer", False),
         "--tp-comm-overlap": pieces and uniform.layer.tp_size > 1,
         **({"--cross-entropy-loss-fusion": True, "--cross-entropy-fusion-impl": "native"} if fused else {}),
     }
+
+
+def _fp8_parameters(plan: Plan, options: Arguments) -> Arguments:
+    """Return the options for parameters in FP8, which the price assumes (`Held.fp8_parameters`) where ranks gather."""
+    if plan.precision.compute != FP8 or not options.get("--use-distributed-optimizer"):
+        return {}
+    # Gathers of MXFP8, in 16 bits, else have a buffer beside the parameters. Megatron-FSDP has its own.
+    shared = _fp8_recipe(plan) == "mxfp8" and _FSDP not in options
+    return {"--fp8-param-gather": True, "--reuse-grad-buf-for-mxfp8-param-ag": shared}
 
 
 def _notes(plan: Plan, uniform: UniformStrategy, options: Arguments) -> Iterator[str]:

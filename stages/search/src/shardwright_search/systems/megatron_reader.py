@@ -83,7 +83,7 @@ _VALUES: Mapping[str, tuple[object, ...]] = {
 _IN_FP8 = {
     *("fp8", "fp8_format", "fp8_recipe", "fp8_margin", "fp8_interval", "fp8_amax_history_len"),
     *("fp8_amax_compute_algo", "fp8_wgrad", "no_fp8_wgrad", "moe_router_padding_for_fp8"),
-    "moe_router_padding_for_quantization",
+    *("moe_router_padding_for_quantization", "fp8_param_gather", "fp8_param", "reuse_grad_buf_for_mxfp8_param_ag"),
 }
 """Settings of products in fp8, which the question asks for."""
 _DDP = Settings(
