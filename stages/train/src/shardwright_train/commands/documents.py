@@ -149,9 +149,6 @@ def describe_folder(
 
     # One line says what is wrong. Importing transformers sets its level, so this comes after.
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    if adapter is not None and taken_as is None and is_traced(given):
-        problem = f"{given['model_type']!r} is known by a trace, which does not say where low-rank matrices go"
-        raise BadInput("--lora", problem, "train the whole model, or a family of `shardwright models`")
     try:
         if taken_as is None and is_traced(given) and not has_images(given):
             config, notes = without_format(given)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from msgspec import UNSET
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -286,12 +285,11 @@ def _missing(folder: Path, missing: set[str], head: set[str], allow_new: bool) -
 
 def _check_configuration(file: Path, config: Mapping[str, Any], model: Model, family: Family) -> None:
     """Raise BadInput if a config.json differs from the model in anything that its weights depend on."""
-    is_traced = model.types[HEAD].traced is not UNSET
-    config = config if is_traced else read_keys_of(config, file).config
+    config = config if model.is_traced else read_keys_of(config, file).config
     if (kind := config["model_type"]) != family.facts.model_type:
         raise BadInput(file, f"model_type is {kind!r}, but the plan's model is a {family.facts.model_type}", _REMEDY)
     try:
-        if not is_traced:
+        if not model.is_traced:
             config, _ = without_notes(family.facts, config)
             check_only(config, family.facts)
         given, wanted = family.configured(config).to_dict(), family.configuration(model).to_dict()
