@@ -231,7 +231,7 @@ class Prepared(NamedTuple):
 
 @cache
 def prepared(config_file: str) -> Prepared | str:
-    """The model of a config.json, with an adapter that lies beside it, and its reference; or why it is refused, as the runtime says it."""
+    """The model of a config.json, with an adapter that lies beside it, and its reference; or why it is refused."""
     config = json.loads(Path(config_file).read_bytes())
     try:
         model = describe_by_trace(config, "tiny", LENGTH)

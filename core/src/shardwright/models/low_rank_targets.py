@@ -109,7 +109,9 @@ def stock_modules(model: Model) -> Iterator[StockModule]:
             module = weight.name.removesuffix(_WEIGHT)
             if module == weight.name or LOW_RANK in module:
                 continue
-            linear, obstacle = _traced_form(model, kind, module) if facts is None else _form(facts, kind, weight, module)
+            linear, obstacle = (
+                _traced_form(model, kind, module) if facts is None else _form(facts, kind, weight, module)
+            )
             if weight is logits:
                 linear, obstacle = False, "gives the logits, and low-rank matrices are not supported there"
             stacked = {} if facts is None else facts.stock.stacked
@@ -245,6 +247,8 @@ def selected(model: Model, targets: Targets, file: object) -> Selection:
     accepted the regular expressions of the targets.
     """
     known, doubled = tuple(stock_modules(model)), False
+    if model.is_traced:
+        _check_no_experts(traced_of(model, HEAD).of_experts, targets, file)
     parameters = frozenset(_parameter(name, model, file) for name in targets.parameters)
     if (keys := expert_keys(model)) is not None and keys.older_names:
         targets = _resolved(targets, model, known, keys)
@@ -267,6 +271,15 @@ def selected(model: Model, targets: Targets, file: object) -> Selection:
     for each in chosen:
         places.setdefault(each.place, {})[each.module] = each.name
     return Selection(places, parameters, doubled)
+
+
+def _check_no_experts(names: Names, targets: Targets, file: object) -> None:
+    """Raise BadInput, naming `file`, for targets that peft may take for parameters of experts."""
+    named = (targets.modules,) if isinstance(targets.modules, str) else targets.modules
+    if not names or (named == targets.modules and not any(_ends(each, names) for each in named)):
+        return
+    problem = f"target_modules: peft takes {', '.join(names)} for experts' parameters, which are not adapted here"
+    raise BadInput(file, problem, "list other modules by name, such as q_proj")
 
 
 def matched_names(model: Model) -> tuple[str, ...]:

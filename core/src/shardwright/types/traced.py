@@ -36,5 +36,7 @@ class Traced(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_
     """Modules that are a Linear, by their names in the layer; of the head, those of the embedding, too."""
     like_linear: tuple[str, ...] = ()
     """Modules that peft takes for a Linear, and that are a class of their own."""
+    of_experts: tuple[str, ...] = ()
+    """Of the head: names of modules that peft may take for parameters of experts, wherever they are."""
     path: str = ""
     """The list of blocks in the stock model that a block is in."""

@@ -17,10 +17,13 @@ from msgspec import UNSET
 from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
+from shardwright.io import NOT_FINITE
 from shardwright.models.alike import is_known
 from shardwright.models.config_keys import ALIKE, NOTES, read_keys
 from shardwright.models.traits import BLOCK, Config
@@ -38,7 +41,7 @@ _TOKENS = frozenset(("bos_token_id", "eos_token_id", "pad_token_id"))
 """Notes of generation that classes read: the row of padding has no gradient."""
 _MOST_MODULES = 200_000
 """Modules of a stock model: DeepSeek-V3, were each of its experts a module, would have 60,000."""
-_NOT_FINITE = "__float__"
+_EXPERTS, _ROUTER = ".experts.", "gate"
 _ATTENDS = "att"
 """Part of the names of modules that attend."""
 UNDIVIDED = "undivided_blocks"
@@ -109,7 +112,7 @@ def _number(value: Any) -> Any:
     if isinstance(value, list):
         return [_number(each) for each in value]
     if isinstance(value, dict):
-        return float(value[_NOT_FINITE]) if value.keys() == {_NOT_FINITE} else {k: _number(x) for k, x in value.items()}
+        return float(value[NOT_FINITE]) if value.keys() == {NOT_FINITE} else {k: _number(x) for k, x in value.items()}
     return value
 
 
@@ -316,16 +319,14 @@ def _model(config: Mapping[str, Any], name: str, length: int, whole: Whole, foun
     outputs = (BoundaryTensor(name=STATES, sequence_length=length, features=found.states.numel() // length),)
     embedding, head = _ends(whole, found)
     first = {kind: whole.blocks[whole.kinds.index(kind)] for kind in dict.fromkeys(whole.kinds)}
-    blocks = {
-        kind: _block_type(block, found.seen[kind], outputs, whole, plan) for kind, block in first.items()
-    }
+    blocks = {kind: _block_type(block, found.seen[kind], outputs, whole, plan) for kind, block in first.items()}
     # What differs in nothing that was seen, such as windows that hold a whole sample, is of one type.
     alike = {kind: next(other for other in blocks if blocks[other] == blocks[kind]) for kind in blocks}
     names = {kind: BLOCK if len(set(alike.values())) == 1 else alike[kind] for kind in blocks}
     types = {
         EMBEDDING: _layer_type(_described(embedding), found.seen[EMBEDDING], outputs, UNSET),
         **{names[kind]: blocks[alike[kind]] for kind in blocks},
-        HEAD: _head_type(_described(head), found, length, whole),
+        HEAD: _head_type(_described(head), found, length, whole, config["model_type"]),
     }
     pairs = tuple((one, other) for other, p in head.items() for one, q in embedding.items() if p is q)
     noted = NOTES - _TOKENS
@@ -449,10 +450,23 @@ def _layer_type(
     )
 
 
-def _head_type(parameters: tuple[Parameter, ...], found: _Pass, length: int, whole: Whole) -> LayerType:
+def _head_type(parameters: tuple[Parameter, ...], found: _Pass, length: int, whole: Whole, kind: str) -> LayerType:
     seen, of_ends = found.seen[HEAD], _linear(whole.model, besides=f"{whole.path}.")
+    of_ends |= {"of_experts": _of_experts(kind)}
     made = _layer_type(parameters, seen, (), replace(seen.counted(), widest=found.logits, **of_ends))
     return replace(made, labels=length)
+
+
+def _of_experts(kind: str) -> tuple[str, ...]:
+    """Return the names of modules of older files whose matrices are experts' parameters now, and of their router."""
+    patterns = [
+        pattern
+        for conversion in get_checkpoint_conversion_mapping(kind) or ()
+        for pattern in conversion.source_patterns
+        if isinstance(conversion, WeightConverter) and _EXPERTS in pattern
+    ]
+    names = dict.fromkeys(pattern.removesuffix(".weight").rpartition(".")[2] for pattern in patterns)
+    return (_ROUTER, *names) if names else ()
 
 
 def _linear(module: nn.Module, besides: str | None = None) -> dict[str, tuple[str, ...]]:

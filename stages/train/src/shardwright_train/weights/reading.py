@@ -18,7 +18,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, rename_source_key
 
 from shardwright.io import BadInput, check_regular, read_object, sha256_of_file, sha256_of_value
-from shardwright.models.alike import QUANTIZED
+from shardwright.models.alike import QUANTIZED, read_configuration
 from shardwright.models.alike import read_config as read_keys_of
 from shardwright.models.config_keys import without_notes
 from shardwright.plan.layout import Box
@@ -59,7 +59,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return the config.json of a folder; raise BadInput if it is missing. Code that it names is not run."""
     if not folder.is_dir():
         raise BadInput(folder, "is not a folder", "pass one with config.json and safetensors files")
-    return read_object(inside(folder, CONFIG))
+    return read_configuration(inside(folder, CONFIG))
 
 
 def refuse_code(file: Path, content: Mapping[str, Any]) -> None:
