@@ -459,9 +459,10 @@ def _head_type(parameters: tuple[Parameter, ...], found: _Pass, length: int, who
 
 def _of_experts(kind: str) -> tuple[str, ...]:
     """Return the names of modules of older files whose matrices are experts' parameters now, and of their router."""
+    conversions = get_checkpoint_conversion_mapping(kind)  # type: ignore[no-untyped-call]
     patterns = [
         pattern
-        for conversion in get_checkpoint_conversion_mapping(kind) or ()
+        for conversion in conversions or ()
         for pattern in conversion.source_patterns
         if isinstance(conversion, WeightConverter) and _EXPERTS in pattern
     ]
