@@ -15,7 +15,7 @@ from shardwright.models.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, a
 from shardwright.models.frozen import FrozenPart, freeze
 from shardwright.models.low_rank import adapt, adapter_config
 from shardwright.types import HEAD, LOW_RANK, Model, Plan, base_type
-from shardwright_train.models.base import family_named
+from shardwright_train.models.base import family_named, family_of
 from shardwright_train.weights.adapter import PREFIX, as_in_file
 
 FROZEN = {
@@ -104,7 +104,7 @@ def frozen_names(model: Model) -> set[str]:
 
 def write_initial_adapter(folder: Path, model: Model, seed: int = 0) -> None:
     """Write the low-rank matrices of a seed as peft does."""
-    family, tensors = family_named(model.family, "test"), dict[str, Tensor]()
+    family, tensors = family_of(model, "test"), dict[str, Tensor]()
     for layer in (*(f"layers[{i}]" for i in range(len(model.layers))), HEAD):
         described = {p.name: p for p in model.type_of(layer).parameters}
         for local, values in initial_layer(model, layer, seed).items():

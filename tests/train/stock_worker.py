@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from frozen_models import adapted
+from msgspec import UNSET
 from parity_worker import SETTINGS as USUAL
 from parity_worker import worst
 from random_plans import cluster_of, precision_of
@@ -21,6 +23,8 @@ from tiny_types import TOKENS
 from torch import Tensor, nn
 
 from shardwright.io import BadInput
+from shardwright.models.adapter_config import ADAPTER_CONFIG, read_adapter
+from shardwright.models.low_rank import adapt
 from shardwright.plan.layout import parameter_box
 from shardwright.types import (
     DataParallel,
@@ -155,7 +159,7 @@ class _Reference:
     def __init__(self, model: Model, batches: Sequence[Batch]) -> None:
         stock = initial_stock(model)
         _check_causal(stock, batches[0]["tokens"])
-        self.named = named_parameters(stock, model)
+        self.named = named_parameters(stock, model) if model.low_rank is UNSET else adapted(stock, model)
         learned = [p for p in self.named.values() if p.requires_grad]
         decayed = [p for n, p in self.named.items() if p.requires_grad and p.dim() > 1 and not n.endswith("bias")]
         others = [p for p in learned if not any(p is each for each in decayed)]
@@ -227,10 +231,12 @@ class Prepared(NamedTuple):
 
 @cache
 def prepared(config_file: str) -> Prepared | str:
-    """The model of a config.json and its reference; or why it is refused, as the runtime says it."""
+    """The model of a config.json, with an adapter that lies beside it, and its reference; or why it is refused."""
     config = json.loads(Path(config_file).read_bytes())
     try:
         model = describe_by_trace(config, "tiny", LENGTH)
+        if (adapter := Path(config_file).with_name(ADAPTER_CONFIG)).exists():
+            model = adapt(model, *read_adapter(adapter))
     except ValueError as error:
         return f"not described: {error}"
     if (problem := as_stock(model.family).problem(model)) is not None:

@@ -14,6 +14,8 @@ from tiny_models import stock_model
 from tiny_types import TYPES, tiny_config
 
 from shardwright.io import BadInput
+from shardwright.models.adapter_config import adapter_of_config
+from shardwright.models.low_rank import adapt, adapter_config
 from shardwright.types import Recompute
 from shardwright_train.models.as_stock import as_stock
 from shardwright_train.models.initial_weights import Constant, Filling, Normal
@@ -45,6 +47,55 @@ def test_plans_train_what_the_stock_class_trains(kind, tmp_path):
     errors = json.loads(result.read_bytes())["errors"]
     assert set(errors) == set(SOON.get(kind, (*EVERYWHERE, *(["tp"] if kind in DIVIDED else []))))
     assert max(errors.values()) <= EXACT, errors
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets", "names"),
+    [
+        ("starcoder2", "all-linear", ("1f1b", "tp")),
+        pytest.param("glm", "all-linear", (), marks=pytest.mark.long),  # two matrices in one are cut side by side
+        pytest.param("minicpm3", "all-linear", (), marks=pytest.mark.long),  # latents, which each rank has whole
+        pytest.param("glm4_moe", ["q_proj", "o_proj"], (), marks=pytest.mark.long),  # beside experts
+    ],
+)
+def test_low_rank_matrices_train_what_peft_trains(kind, targets, names, tmp_path):
+    config, result = tmp_path / "config.json", tmp_path / "result.json"
+    config.write_text(json.dumps(tiny_config(kind)))
+    adapter = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "init_lora_weights": False, "target_modules": targets}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
+    run_worker("stock_worker", [str(config), str(result), *names], 2)
+    errors = json.loads(result.read_bytes())["errors"]
+    assert set(errors) == set(names or (*EVERYWHERE, "tp"))
+    assert max(errors.values()) <= EXACT, errors
+
+
+def lora_of(kind, targets):
+    """The modules of the first block of a tiny model that an adapter's targets give low-rank matrices."""
+    adapter = adapter_of_config({"peft_type": "LORA", "target_modules": targets}, "adapter")
+    model = adapt(describe_by_trace(tiny_config(kind), "tiny", stock_worker.LENGTH), adapter, "adapter")
+    return [name.rpartition(".")[2] for name in adapter_config(model)["target_modules"] if ".0." in name]
+
+
+def test_low_rank_matrices_of_types_without_facts_stand_where_peft_has_them():
+    assert lora_of("opt", "all-linear") == ["k_proj", "v_proj", "q_proj", "out_proj", "fc1", "fc2"]
+    assert lora_of("glm4_moe", ["v_proj"]) == ["v_proj"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets", "reason"),
+    [
+        ("glm4_moe", "all-linear", "peft takes gate, gate_proj, up_proj, down_proj for experts' parameters"),
+        ("glm4_moe", ["q_proj", "up_proj"], "peft takes gate, gate_proj, up_proj, down_proj for experts' parameters"),
+        ("falcon", ["query_key_value"], "query_key_value is a Linear of a class of its own"),
+        ("opt", ["lm_head"], "lm_head gives the logits"),
+        ("opt", ["self_attn_layer_norm"], "self_attn_layer_norm is not a Linear"),
+        ("opt", ["embed_tokens"], "embed_tokens is not a Linear"),
+        ("opt", ["nothing"], "nothing is not a module of the model"),
+    ],
+)
+def test_targets_that_get_no_low_rank_matrices_are_refused_by_name(kind, targets, reason):
+    with pytest.raises(BadInput, match=reason):
+        lora_of(kind, targets)
 
 
 @pytest.mark.long

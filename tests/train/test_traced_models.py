@@ -5,8 +5,10 @@ import sys
 from fractions import Fraction
 from subprocess import run
 
+import msgspec
 import pytest
 import torch
+from tiny_types import tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwright.estimate.layers import estimate_memory
@@ -16,6 +18,7 @@ from shardwright.models.description import model_of_config
 from shardwright.models.registry import read_presets
 from shardwright.plan.communication import region_messages
 from shardwright.types import EMBEDDING, HEAD, Attention, LayerStrategy, Precision, Recompute
+from shardwright.types.traced import Traced
 from shardwright_search.advise import traced as search_traced
 from shardwright_search.advise.question import config_notes, model_of
 from shardwright_search.options import AdviseOptions
@@ -155,9 +158,24 @@ def test_a_type_without_facts_is_described_by_its_class(folder):
     assert held == 2 * 32 * 64
 
 
-def test_low_rank_matrices_of_a_type_without_facts_are_refused_by_name(folder):
-    with pytest.raises(BadInput, match=r"--lora: 'starcoder2' is known by a trace, .* train the whole model"):
-        describe_folder(folder, "m", 32, adapter=folder / "adapter_config.json")
+@pytest.mark.parametrize("infinity", ["Infinity", '{"__float__": "Infinity"}'])
+def test_infinite_limits_are_read_as_transformers_has_written_them(folder, infinity):
+    """Older versions wrote a word that JSON does not have."""
+    written = json.dumps({**tiny_config("mamba2"), "time_step_limit": [0.0, "infinity"]})
+    (folder / "config.json").write_text(written.replace('"infinity"', infinity))
+    config = describe_folder(folder, "m", 32).config
+    assert config["state_size"] == 16 and "time_step_limit" not in config
+
+
+def test_numbers_of_families_are_finite(folder):
+    (folder / "config.json").write_text('{"model_type": "llama", "rope_theta": Infinity}')
+    with pytest.raises(BadInput, match=r"not a finite number at `\$.rope_theta`"):
+        describe_folder(folder, "m", 32)
+
+
+def test_blocks_of_more_elements_than_other_counts_have_are_described():
+    """A block of GLM-4.5 multiplies by over 2**31."""
+    assert msgspec.convert({**dict.fromkeys(Traced.__struct_fields__[:8], 2**30), "multiplied": 2**33}, Traced)
 
 
 def test_the_planner_asks_the_stage_that_trains(folder):

@@ -7,17 +7,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_calls import call
+from forked_command import forked_command
 from made_up import make_cluster, make_hardware
+from msgspec.structs import replace
+from peft import PeftModel
+from random_plans import precision_of
+from stock_worker import plans_of
 from tiny_types import tiny_config
 from transformers import AutoModelForCausalLM
 
 from shardwright.estimate.settings import ProfileSettings
-from shardwright.io import BadInput, read_document, write_document
+from shardwright.io import read_document, write_document
 from shardwright.types import Plan, Recompute, RunResult, SequenceParallel
 from shardwright.types.hardware_profile import write_hardware_profile
 from shardwright_search.space.request import Dimension, SearchRequest
+from shardwright_train.cli import APP
 from shardwright_train.commands.documents import describe_folder
 
+KINDS = "starcoder2", "qwen3_next"  # which has attention of two kinds, and experts
 UNMEASURED = Dimension.RECOMPUTE, Dimension.TENSOR_PARALLEL
 KIND, TOKENS, LENGTH = "starcoder2", 260, 16
 
@@ -31,8 +39,13 @@ def run(*arguments: object) -> str:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    config = {**tiny_config(KIND), "vocab_size": TOKENS}
+def kind() -> str:
+    return KIND
+
+
+@pytest.fixture
+def folder(tmp_path: Path, kind: str) -> Path:
+    config = {**tiny_config(kind), "vocab_size": TOKENS}
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path
 
@@ -73,6 +86,52 @@ def test_a_type_without_facts_goes_the_whole_way(folder: Path) -> None:
     assert logits.shape == (1, LENGTH, TOKENS) and bool(logits.isfinite().all())
 
 
-def test_low_rank_matrices_of_a_type_without_facts_are_refused_by_name(folder: Path) -> None:
-    with pytest.raises(BadInput, match=f"--lora: '{KIND}' is known by a trace, .* train the whole model"):
-        describe_folder(folder, "tiny", LENGTH, adapter=folder / "adapter_config.json")
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_train_a_model_and_then_low_rank_matrices_of_what_was_converted(folder: Path, kind: str) -> None:
+    """With recomputed layers in a pipeline; the folder is opened by transformers, and the adapter by peft."""
+    whole = describe_folder(folder, "tiny", LENGTH)
+    plan = replace(plans_of(whole)[2], precision=precision_of("float32"))
+    assert {layer.recompute for layer in plan.layers} == {Recompute.NONE, Recompute.FULL}
+    _trained(folder, plan, "whole")
+    stock, read = AutoModelForCausalLM.from_pretrained(folder / "whole", output_loading_info=True)
+    assert not any(read.values())
+    assert describe_folder(folder / "whole", "tiny", LENGTH).types == whole.types
+    adapter = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj", "v_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(adapter))
+    adapted = describe_folder(folder / "whole", "tiny", LENGTH, folder / "adapter_config.json")
+    layers = tuple(replace(layer, type=name) for layer, name in zip(plan.layers, adapted.layers, strict=True))
+    _trained(folder, replace(plan, model=adapted, layers=layers), "adapter", "--weights", folder / "whole")
+    opened = PeftModel.from_pretrained(stock, str(folder / "adapter"))
+    learned = [p for name, p in opened.named_parameters() if "lora_B" in name]
+    assert len(learned) == sum(
+        p.name.endswith("lora_B.weight") for at in adapted.layers for p in adapted.types[at].parameters
+    )
+    assert learned and all(bool(p.abs().max() > 0) for p in learned)
+
+
+def _trained(folder: Path, plan: Plan, name: str, *options: object) -> None:
+    """Train for two steps, and convert what was trained to a folder of this name."""
+    write_document(folder / f"{name}.json", plan)
+    given = "--data", "random", "--out", folder / f"run-{name}", "--checkpoints", folder / f"kept-{name}", *options
+    run = forked_command(("run", folder / f"{name}.json", *given, "--steps", 2, "--log-to", "none"))
+    _, said = run.communicate(timeout=800)
+    assert run.returncode == 0, said
+    done = folder / f"run-{name}" / "DONE.json"
+    ended = call(APP, "convert", done, "--plan", folder / f"{name}.json", "--out", folder / name)
+    assert ended.exit_code == 0, ended.stderr
+
+
+def test_low_rank_products_are_counted_beside_what_a_trace_saw(folder: Path) -> None:
+    adapter = {"peft_type": "LORA", "r": 4, "target_modules": ["c_fc"]}
+    (folder / "adapter_config.json").write_text(json.dumps(adapter))
+    whole = describe_folder(folder, "tiny", LENGTH).types["block"]
+    adapted = describe_folder(folder, "tiny", LENGTH, adapter=folder / "adapter_config.json").types["block.lora"]
+    outputs, inputs = next(p.shape for p in whole.parameters if p.name == "mlp.c_fc.weight")
+    assert whole.traced and adapted.traced
+    assert adapted.trained_count() == 4 * (outputs + inputs)
+    added = 2 * LENGTH * 4 * (outputs + inputs)
+    assert adapted.forward_flops_per_sample - whole.forward_flops_per_sample == added
+    assert adapted.traced.product_flops - whole.traced.product_flops == added
+    assert adapted.traced.kept - whole.traced.kept == 4 * LENGTH

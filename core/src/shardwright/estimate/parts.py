@@ -17,6 +17,7 @@ from shardwright.estimate.part import Part
 from shardwright.estimate.shapes import attended_positions, attention_shape, stream_elements, tensors_of
 from shardwright.io import BadInput
 from shardwright.models.facts import Family
+from shardwright.models.low_rank import LOW_RANK_KERNELS
 from shardwright.models.registry import facts_of, facts_of_type
 from shardwright.models.traits import MULTIPLIED, SINK_FEATURES, Mask
 from shardwright.plan.communication import LOSS_ELEMENTS
@@ -57,8 +58,6 @@ _SOFT_CAP_BYTES = 6
 _GELU_COPIES = {"gelu_new": 3, "quick_gelu": 1}
 """Tensors that unfused forms of GELU (Hendrycks and Gimpel 2016) keep in addition to their input and output."""
 _ID_BYTES = 8
-_LOW_RANK_KERNELS = 4
-"""Kernels of a low-rank pair in a forward pass: two products, the scaling and the sum."""
 _QUERY_NORM = "q_norm.weight"
 """End of the name of a parameter that layers have whose queries and keys are normed."""
 
@@ -247,7 +246,7 @@ def _as_trained(part: Part, kind: LayerType, model: Model, facts: Family, fused:
         inside_bytes=part.inside_bytes - scaled_bytes * normed,
         outside=part.outside - (norms * scaled + (not enters)) * part.result + ranks * positions,
         outside_bytes=part.outside_bytes - norms * scaled_bytes * part.result,
-        kernels=part.kernels + _LOW_RANK_KERNELS * len(pairs),
+        kernels=part.kernels + LOW_RANK_KERNELS * len(pairs),
     )
 
 

@@ -296,18 +296,26 @@ def read_bytes(path: Path, max_bytes: int = _MAX_JSON_BYTES) -> bytes:
         raise system_fault(error, path) from None
 
 
-def read_object(path: Path, max_bytes: int = _MAX_JSON_BYTES, *, any_text: bool = False) -> dict[str, Any]:
+NOT_FINITE = "__float__"
+"""The key of an object in the place of a number that is not finite."""
+
+
+def read_object(
+    path: Path, max_bytes: int = _MAX_JSON_BYTES, *, any_text: bool = False, tagged: bool = False
+) -> dict[str, Any]:
     """Read a JSON object with any keys; BadInput if it is too large, not JSON, repeats a key or contains NaN.
 
     Texts may not hold control characters, as they are shown, unless it is said that they may: tokens are any text.
+    `tagged`: NaN and Infinity are read as transformers writes them today, {"__float__": "Infinity"}.
     """
-    return object_of(read_bytes(path, max_bytes), path, any_text=any_text)
+    return object_of(read_bytes(path, max_bytes), path, any_text=any_text, tagged=tagged)
 
 
-def object_of(content: bytes | str, path: object, *, any_text: bool = False) -> dict[str, Any]:
+def object_of(content: bytes | str, path: object, *, any_text: bool = False, tagged: bool = False) -> dict[str, Any]:
     """The JSON object of a file's content; BadInput as `read_object` does."""
     try:
-        raw = json.loads(content, object_pairs_hook=_without_repeats)
+        constant = (lambda name: {NOT_FINITE: name}) if tagged else None
+        raw = json.loads(content, object_pairs_hook=_without_repeats, parse_constant=constant)
         odd = None if _is_plain(content) else first_odd(raw, _is_no_text if any_text else has_controls)
     except RecursionError:
         raise BadInput(path, "nested too deeply", WRITE_AGAIN) from None

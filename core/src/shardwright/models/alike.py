@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardwright.io import BadInput, did_you_mean
+from shardwright.io import BadInput, did_you_mean, read_object
 from shardwright.models.config_keys import NOTES, changes_nothing, known_keys
 from shardwright.models.facts import Family
 from shardwright.models.registry import FAMILIES, OTHER_NAMES, USUAL, refusal
@@ -67,6 +68,15 @@ def read_config(given: Config, file: object, taken_as: str | None = None) -> Rea
         raise BadInput(OPTION, f"{taken_as!r} is not a family of language models", remedy)
     config, told = _approximated(config, FAMILIES[taken_as], file)
     return Read(config, (*notes, f"approximate, as {taken_as}: {told}"), taken_as)
+
+
+def read_configuration(file: Path) -> dict[str, Any]:
+    """Return the object of a config.json; only of a type without facts may numbers be infinite, tagged as such.
+
+    Raises BadInput as `read_object` does.
+    """
+    config = read_object(file, tagged=True)
+    return read_object(file) if is_known(config) else config
 
 
 def is_known(config: Config) -> bool:

@@ -26,6 +26,7 @@ from shardwright.models.low_rank_targets import (
     Expression,
     Selection,
     check_expressions,
+    expert_keys,
     matched_names,
     paths_of,
     selected,
@@ -36,6 +37,8 @@ from shardwright.types.model import EMBEDDING, HEAD, LayerType, Model, Parameter
 
 FIRST, SECOND = f"{LOW_RANK}A.weight", f"{LOW_RANK}B.weight"
 """Ends of the names of A and B, after the name of their module."""
+LOW_RANK_KERNELS = 4
+"""Kernels of a low-rank pair in a forward pass: two products, the scaling and the sum."""
 _EXPERTS = "mlp.experts"
 _INNER = ".base_layer"
 """What peft appends to a module's name for its first parameter, if two of its parameters are adapted."""
@@ -93,6 +96,8 @@ def adapt(model: Model, adapter: Adapter, file: object) -> Model:
 
 def _is_frozen_on_request(model: Model) -> bool:
     """Return whether parameters are frozen on request, in addition to parameters that the family never trains."""
+    if model.is_traced:
+        return any(kind != base_type(kind) for kind in model.layers)
     facts, config = facts_of(model), _config(model)
     kinds = (EMBEDDING, *dict.fromkeys(map(base_type, model.layers)), HEAD)
     never = {p.name for kind in kinds for p in facts.parameters(kind, config) if not p.trained}
@@ -113,14 +118,14 @@ def _alpha(adapter: Adapter, name: str) -> float:
 
 def _pairs(model: Model, place: Place, path: str, selection: Selection, adapter: Adapter) -> Iterator[Pair]:
     """Yield the low-rank pairs of a layer, in the order of its parameters."""
-    facts, rank = facts_of(model), adapter.low_rank.rank
+    experts, rank = expert_keys(model), adapter.low_rank.rank
     for module, name in selection.modules.get(place, {}).items():
         yield Pair(module, f"{module}.weight", False, _matched(adapter.ranks, name, rank))
-    if isinstance(place, str) or facts.experts is None or base_type(model.layers[place]) not in facts.experts.types:
+    if isinstance(place, str) or experts is None or base_type(model.layers[place]) not in experts.types:
         return
     first, last = (f"{_EXPERTS}.{each}" for each in (GATE_UP, DOWN))
     inner = _EXPERTS + _INNER if DOWN in selection.parameters else _EXPERTS
-    held = {GATE_UP: (inner, first), DOWN: (_EXPERTS, last), ROUTER: (facts.experts.router, f"mlp.{ROUTER}")}
+    held = {GATE_UP: (inner, first), DOWN: (_EXPERTS, last), ROUTER: (experts.router, f"mlp.{ROUTER}")}
     for parameter, (module, matrix) in held.items():
         if parameter in selection.parameters:
             yield Pair(module, matrix, True, _matched(adapter.ranks, f"{path}{matrix}", rank))
@@ -137,21 +142,43 @@ def _end(pattern: str) -> Expression:
 
 def _adapted(model: Model, kind: str, pairs: tuple[Pair, ...]) -> LayerType:
     """Return a layer type with low-rank matrices after the last parameter of each adapted module."""
-    described, facts = model.types[kind], facts_of(model)
+    described = model.types[kind]
     weights = {p.name: p for p in described.parameters}
     added, products = dict[str, list[Parameter]](), 0
     for pair in pairs:
         weight = weights[pair.matrix]
-        matrices = _matrices(pair, weight, facts.stock.outputs_last and kind not in (EMBEDDING, HEAD))
+        matrices = _matrices(pair, weight, _outputs_last(model) and kind not in (EMBEDDING, HEAD))
         owner = pair.matrix.rpartition(".")[0]
         added.setdefault([name for name in weights if name.rpartition(".")[0] == owner][-1], []).extend(matrices)
         used, held = (1, 1) if described.experts is UNSET or weight.ep_dim is UNSET else _used(described)
         products += sum(p.numel(1) for p in matrices) // held * used
     parameters = (each for p in described.parameters for each in (p, *added.get(p.name, ())))
-    base = base_type(kind)
-    positions = multiplied_positions(facts, facts.of_layer(base, _config(model)), base, model.sequence_length)
-    operations = described.forward_flops_per_sample + 2 * products * positions
-    return replace(described, parameters=tuple(parameters), forward_flops_per_sample=operations)
+    flops, traced = 2 * products * _multiplied(model, base_type(kind)), described.traced
+    if traced is not UNSET:
+        given = sum(p.numel(1) // p.shape[-1] for each in added.values() for p in each)
+        traced = replace(
+            traced,
+            product_flops=traced.product_flops + flops,
+            multiplied=traced.multiplied + products,
+            kept=traced.kept + sum(pair.rank for pair in pairs) * model.sequence_length,
+            products=traced.products + given * model.sequence_length,
+            kernels=traced.kernels + LOW_RANK_KERNELS * len(pairs),
+        )
+    operations = described.forward_flops_per_sample + flops
+    return replace(described, parameters=tuple(parameters), forward_flops_per_sample=operations, traced=traced)
+
+
+def _multiplied(model: Model, layer: str) -> int:
+    """Return the positions of a sample that low-rank matrices of a type of layer multiply."""
+    if model.is_traced:
+        return model.sequence_length
+    facts = facts_of(model)
+    return multiplied_positions(facts, facts.of_layer(layer, _config(model)), layer, model.sequence_length)
+
+
+def _outputs_last(model: Model) -> bool:
+    """Return whether matrices of blocks are [inputs, outputs]; those of a Linear, which a trace records, are not."""
+    return not model.is_traced and facts_of(model).stock.outputs_last
 
 
 def _used(kind: LayerType) -> tuple[int, int]:
@@ -189,7 +216,7 @@ def _matrices(pair: Pair, weight: Parameter, outputs_last: bool) -> tuple[Parame
 
 def pairs_of(model: Model, kind: str) -> Iterator[tuple[Pair, Parameter, Parameter]]:
     """Yield the pairs of a layer type of an adapted model, each with its A and B."""
-    facts, parameters = facts_of(model), {p.name: p for p in model.types[kind].parameters}
+    experts, parameters = expert_keys(model), {p.name: p for p in model.types[kind].parameters}
     for name, first in parameters.items():
         module = name.removesuffix(FIRST)
         if module == name:
@@ -199,7 +226,7 @@ def pairs_of(model: Model, kind: str) -> Iterator[tuple[Pair, Parameter, Paramet
             last = len(second.shape) == len(first.shape)
             yield Pair(module, f"{_EXPERTS}.{DOWN if last else GATE_UP}", True, first.shape[1]), first, second
         else:
-            is_router = facts.experts is not None and module == facts.experts.router
+            is_router = experts is not None and module == experts.router
             yield Pair(module, f"{module}.weight", is_router, first.shape[0]), first, second
 
 
@@ -220,7 +247,7 @@ def adapter_config(model: Model) -> dict[str, Any]:
         "alpha_pattern": {} if low_rank.alphas is UNSET else {n: _whole(x) for n, x in low_rank.alphas.items()},
         "lora_dropout": 0.0,
         "bias": "none",
-        "fan_in_fan_out": facts_of(model).stock.outputs_last,
+        "fan_in_fan_out": _outputs_last(model),
         "use_rslora": low_rank.rank_stabilized,
         "init_lora_weights": low_rank.starts_at_zero,
         "inference_mode": True,

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import NamedTuple
 
+from msgspec import UNSET
+
 from shardwright.io import BadInput
 from shardwright.models.facts import Family
 from shardwright.models.frozen import Place, layers_of
@@ -18,6 +20,7 @@ from shardwright.models.registry import facts_of
 from shardwright.models.traits import ExpertKeys
 from shardwright.types.low_rank import LOW_RANK
 from shardwright.types.model import EMBEDDING, HEAD, Model, Parameter, base_type
+from shardwright.types.traced import Traced
 
 _CPU_S = 2
 """Limit of processor time for all matches of an adapter; published ones take milliseconds."""
@@ -98,37 +101,68 @@ class StockModule(NamedTuple):
 
 def stock_modules(model: Model) -> Iterator[StockModule]:
     """Yield the modules of all layers that hold matrices or norms, matrices that files fuse under the fused name."""
-    facts, paths = facts_of(model), paths_of(model)
+    facts, paths = None if model.is_traced else facts_of(model), paths_of(model)
     for place, kind in layers_of(model):
         parameters = model.types[kind].parameters
-        logits = _logits(parameters) if kind == HEAD and facts.labels is None else None
+        logits = _logits(parameters) if kind == HEAD and (facts is None or facts.labels is None) else None
         for weight in parameters:
             module = weight.name.removesuffix(_WEIGHT)
             if module == weight.name or LOW_RANK in module:
                 continue
-            linear, obstacle = _form(facts, kind, weight, module)
+            linear, obstacle = (
+                _traced_form(model, kind, module) if facts is None else _form(facts, kind, weight, module)
+            )
             if weight is logits:
                 linear, obstacle = False, "gives the logits, and low-rank matrices are not supported there"
-            whole = next((each for each, parts in facts.stock.stacked.items() if module in parts), module)
+            stacked = {} if facts is None else facts.stock.stacked
+            whole = next((each for each, parts in stacked.items() if module in parts), module)
             if whole != module:
-                parts = " and ".join(part.rpartition(".")[2] for part in facts.stock.stacked[whole])
+                parts = " and ".join(part.rpartition(".")[2] for part in stacked[whole])
                 obstacle = f"is held here as {parts}, which cannot have one pair of low-rank matrices together"
             yield StockModule(place, module, f"{paths[place]}{whole}", linear, obstacle)
 
 
 def paths_of(model: Model) -> dict[Place, str]:
     """Return the prefix of each layer's module names in the stock model, which may have several lists of blocks."""
-    places = [facts_of(model).stock.places.get(base_type(kind), "model.layers.{}") for kind in model.layers]
+    if model.is_traced:
+        places = [f"{traced_of(model, kind).path}.{{}}" for kind in model.layers]
+    else:
+        places = [facts_of(model).stock.places.get(base_type(kind), "model.layers.{}") for kind in model.layers]
     numbers = {place: count() for place in places}
     blocks = (f"{place.format(next(numbers[place]))}." for place in places)
     return {EMBEDDING: "", HEAD: "", **dict(enumerate(blocks))}
+
+
+def traced_of(model: Model, kind: str) -> Traced:
+    """Return what a trace saw of a type of block, or of the head, of a model without facts."""
+    traced = model.types[kind].traced
+    assert traced is not UNSET
+    return traced
+
+
+def expert_keys(model: Model) -> ExpertKeys | None:
+    """Return how a model's experts are named; None: it has none, or no facts of them."""
+    return None if model.is_traced else facts_of(model).experts
+
+
+_OF_EMBEDDING = "is a part of the embedding, and low-rank matrices are not supported there"
+
+
+def _traced_form(model: Model, kind: str, module: str) -> tuple[bool, str | None]:
+    """Return `_form` of a module of a model without facts."""
+    seen = traced_of(model, HEAD if kind == EMBEDDING else kind)
+    if module in seen.like_linear:
+        return True, "is a Linear of a class of its own, and low-rank matrices are not supported there"
+    if module not in seen.linear:
+        return False, "is not a Linear"
+    return True, _OF_EMBEDDING if kind == EMBEDDING else None
 
 
 def _form(facts: Family, kind: str, weight: Parameter, module: str) -> tuple[bool, str | None]:
     """Return whether a module is linear, and why it cannot have low-rank matrices."""
     keys = facts.experts
     if kind == EMBEDDING:
-        return False, "is a part of the embedding, and low-rank matrices are not supported there"
+        return False, _OF_EMBEDDING
     if len(weight.shape) == 1 or module.endswith("norm") or weight.shared:
         return False, "is not a Linear"
     if keys is not None and module == keys.router and base_type(kind) in keys.types:
@@ -213,8 +247,10 @@ def selected(model: Model, targets: Targets, file: object) -> Selection:
     accepted the regular expressions of the targets.
     """
     known, doubled = tuple(stock_modules(model)), False
+    if model.is_traced:
+        _check_no_experts(traced_of(model, HEAD).of_experts, targets, file)
     parameters = frozenset(_parameter(name, model, file) for name in targets.parameters)
-    if (keys := facts_of(model).experts) is not None and keys.older_names:
+    if (keys := expert_keys(model)) is not None and keys.older_names:
         targets = _resolved(targets, model, known, keys)
         targets, older = _without_experts(targets, keys, file)
         parameters, doubled = parameters | older, GATE_UP in older
@@ -237,9 +273,18 @@ def selected(model: Model, targets: Targets, file: object) -> Selection:
     return Selection(places, parameters, doubled)
 
 
+def _check_no_experts(names: Names, targets: Targets, file: object) -> None:
+    """Raise BadInput, naming `file`, for targets that peft may take for parameters of experts."""
+    named = (targets.modules,) if isinstance(targets.modules, str) else targets.modules
+    if not names or (named == targets.modules and not any(_ends(each, names) for each in named)):
+        return
+    problem = f"target_modules: peft takes {', '.join(names)} for experts' parameters, which are not adapted here"
+    raise BadInput(file, problem, "list other modules by name, such as q_proj")
+
+
 def matched_names(model: Model) -> tuple[str, ...]:
     """Return all names that an adapter's regular expressions are matched with."""
-    known, keys = tuple(stock_modules(model)), facts_of(model).experts
+    known, keys = tuple(stock_modules(model)), expert_keys(model)
     modules = [each.name for each in (*known, *_containers(known))]
     older = () if keys is None else keys.older_names
     experts = (f"{name}.{each}" for name in modules if name.endswith(".experts") for each in older)
@@ -281,7 +326,7 @@ def _check_names(targets: Targets, known: Sequence[StockModule], file: object) -
 
 def _parameter(name: str, model: Model, file: object) -> str:
     """Return the experts' parameter that a target means, in all blocks with experts."""
-    keys = facts_of(model).experts
+    keys = expert_keys(model)
     known = {f"mlp.{path}": each for path, each in zip(_PARAMETERS, (GATE_UP, DOWN, ROUTER), strict=True)}
     for path, parameter in known.items() if keys is not None and keys.older_names else ():
         if _ends(path, (name,)) and _ends(name, (parameter,)):

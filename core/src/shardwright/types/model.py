@@ -273,6 +273,11 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Return the number of parameters that are not frozen, tied and shared ones counted once."""
         return self._count(lambda kind: kind.trained_parameters)
 
+    @property
+    def is_traced(self) -> bool:
+        """Return whether a trace describes it, because its family has no facts."""
+        return self.types[HEAD].traced is not UNSET
+
     def type_of(self, layer: str) -> LayerType:
         """Return the type of a layer by its name: `embedding`, `layers[i]` or `head`."""
         ends = layer in (EMBEDDING, HEAD)

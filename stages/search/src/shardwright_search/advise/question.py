@@ -16,8 +16,8 @@ from shardwright.estimate.machines import Efficiencies, rates_of
 from shardwright.estimate.profile import hardware_profile, model_profile
 from shardwright.estimate.runtimes import SHARDWRIGHT, Runtime, attention_of
 from shardwright.estimate.settings import ProfileSettings
-from shardwright.io import BadInput, did_you_mean, read_object
-from shardwright.models.alike import read_config
+from shardwright.io import BadInput, did_you_mean
+from shardwright.models.alike import read_config, read_configuration
 from shardwright.models.config_keys import without_notes
 from shardwright.models.description import USUAL_TOKENS, model_of_config
 from shardwright.models.mtp import with_mtp
@@ -289,7 +289,7 @@ def _whole_model(options: AdviseOptions) -> tuple[Model, str]:
         known = did_you_mean(options.model, presets, "give a config.json, or one that `shardwright models` lists")
         raise BadInput(options.model, "is neither a file nor a preset", known)
     name = file.resolve().parent.name if file.name == "config.json" else file.stem
-    config = read_object(file)
+    config = read_configuration(file)
     if options.taken_as is None and is_traced(config):
         return traced_model(file, config, name, options.seq), f"{file}, traced"
     read = read_config(config, file, options.taken_as)
@@ -305,7 +305,7 @@ def config_notes(options: AdviseOptions) -> tuple[str, ...]:
     if options.model in (presets := read_presets()):
         return read_config(presets[options.model].config, options.model, options.taken_as).notes
     file = _config_file(Path(options.model))
-    config = read_object(file)
+    config = read_configuration(file)
     if options.taken_as is None and is_traced(config):
         return (f"{file}: model_type {config['model_type']!r} is described by a trace of its stock class",)
     read = read_config(config, file, options.taken_as)

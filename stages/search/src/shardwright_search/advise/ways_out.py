@@ -95,7 +95,9 @@ def _together(
     deadline: float,
 ) -> Iterator[str]:
     """Yield the first of several ways together that fits: those that train all, those with LoRA, and on more GPUs."""
-    leanest = [way.tries[-1] for way in ways]
+    # Of two ways that change the same, such as the optimizer, the first is the leaner one.
+    each = [way.tries[-1] for way in ways]
+    leanest = [way for place, way in enumerate(each) if way[1].keys() not in [one.keys() for _, one in each[:place]]]
     trained = [(option, changes) for option, changes in leanest if "lora" not in changes]
     low_rank = [(option, changes) for option, changes in leanest if not changes.keys() & {"parameters", "optimizer"}]
     for taken in (trained, low_rank, *([*low_rank, more] for more in _more_gpus(asked, question))):
@@ -137,6 +139,8 @@ def _ways(asked: AdviseOptions, question: Question, folder: Path) -> Iterator[_W
     assert asked.batch is not None
     if batches := divisors(asked.batch)[-2::-1][:3]:
         yield _Way("a smaller batch", tuple((f"--batch {size}", {"batch": size}) for size in batches))
+    if asked.optimizer == ("adamw",) and asked.target is None:
+        yield _Way("one moment of matrices", (("--optimizer muon", {"optimizer": ("muon",)}),))
 
 
 def _outcome(options: AdviseOptions, search: Search, deadline: float) -> SearchAnswer | Infeasible | BadInput | None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from shardwright.command import show
 from shardwright.display.wrapping import line_width
-from shardwright.io import BadInput, read_document, read_object, write_document
+from shardwright.io import BadInput, read_document, write_document
 from shardwright.models.adapter_config import read_adapter
-from shardwright.models.alike import has_images, read_config, without_format
+from shardwright.models.alike import has_images, read_config, read_configuration, without_format
 from shardwright.models.config_keys import without_notes
 from shardwright.models.description import USUAL_TOKENS, stated_length
 from shardwright.models.frozen import FrozenPart, freeze
@@ -141,7 +141,7 @@ def describe_folder(
     Raises BadInput naming the key that cannot be trained, and why.
     """
     file = folder / "config.json"
-    given = read_object(file)
+    given = read_configuration(file)
     with without_collection():
         from shardwright_train.models.base import family_named
         from shardwright_train.models.description import describe
@@ -149,9 +149,6 @@ def describe_folder(
 
     # One line says what is wrong. Importing transformers sets its level, so this comes after.
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    if adapter is not None and taken_as is None and is_traced(given):
-        problem = f"{given['model_type']!r} is known by a trace, which does not say where low-rank matrices go"
-        raise BadInput("--lora", problem, "train the whole model, or a family of `shardwright models`")
     try:
         if taken_as is None and is_traced(given) and not has_images(given):
             config, notes = without_format(given)

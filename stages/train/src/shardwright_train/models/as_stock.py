@@ -23,12 +23,12 @@ from shardwright.io import BadInput
 from shardwright.models import traits
 from shardwright.models.facts import Family as Facts
 from shardwright.models.traits import AttentionFacts, Keys, Mask, StockModel
-from shardwright.types import EMBEDDING, HEAD, Attention, Model, Plan, Recompute, Strategy, base_type
+from shardwright.types import EMBEDDING, HEAD, LOW_RANK, Attention, Model, Plan, Recompute, Strategy, base_type
 from shardwright_train.data.objectives import Causal
 from shardwright_train.data.share import Batch
 from shardwright_train.models.base import Family
 from shardwright_train.models.flow import Flow, Shape, flow_of, flow_of_config
-from shardwright_train.models.initial_weights import Filling, Given
+from shardwright_train.models.initial_weights import Filling, Given, low_rank_fillings, with_low_rank
 from shardwright_train.models.masks import Places
 from shardwright_train.models.stock import States, UnknownFilling, refusals, stock_fillings, with_memory
 from shardwright_train.models.stock_plan import StockPlan, stock_plan
@@ -91,8 +91,8 @@ class AsStock(Family):
         return None
 
     def _check_names(self, model: Model, layer: str) -> None:
-        built = {cut.name: cut.shape for cut in cuts(self._layer(model, layer), self.rules)}
-        told = {parameter.name: parameter.shape for parameter in model.type_of(layer).parameters}
+        built = {cut.name: cut.shape for cut in cuts(self._stock_layer(model, layer), self.rules)}
+        told = {p.name: p.shape for p in model.type_of(layer).parameters if LOW_RANK not in p.name}
         if scalars := [p.name for p in model.type_of(layer).parameters if not p.shape and p.trained]:
             raise ValueError(f"{scalars[0]} of its {layer} is a single number, which ZeRO cannot cut")
         if built != told:
@@ -141,6 +141,9 @@ class AsStock(Family):
         return _skeleton(self, config, model.family, kernel, torch.get_default_dtype())
 
     def _layer(self, model: Model, layer: str, attention: str | None = None) -> nn.Module:
+        return with_low_rank(self._stock_layer(model, layer, attention), model, layer)
+
+    def _stock_layer(self, model: Model, layer: str, attention: str | None = None) -> nn.Module:
         whole, flow = self._skeleton(model, attention).whole, flow_of(model)
         if layer == EMBEDDING:
             return _embedding(whole, flow)
@@ -205,16 +208,17 @@ class AsStock(Family):
 
     def fillings(self, model: Model, layer: str) -> Mapping[str, tuple[Filling, ...]]:
         """Return how transformers fills a layer: element by element, or a whole parameter with computed values."""
-        module = self._layer(model, layer)
+        module = self._stock_layer(model, layer)
         constants = {name: p.detach().clone() for name, p in module.named_parameters() if not p.is_meta}
         try:
             drawn = stock_fillings(module, lambda: self._construct_and_initialize(model, layer, module))
         except UnknownFilling:
             drawn = self._drawn_whole(model, layer, constants.keys())
-        return {**drawn, **{name: (Filling(Given(values)),) for name, values in constants.items()}}
+        given = {name: (Filling(Given(values)),) for name, values in constants.items()}
+        return {**drawn, **given, **low_rank_fillings(with_low_rank(module, model, layer), model)}
 
     def _drawn_whole(self, model: Model, layer: str, others: Collection[str]) -> dict[str, tuple[Filling, ...]]:
-        module = with_memory(self._layer(model, layer), torch.device("cpu"))
+        module = with_memory(self._stock_layer(model, layer), torch.device("cpu"))
         for parameter in module.parameters():
             if parameter.is_floating_point():
                 nn.init.constant_(parameter, float("nan"))

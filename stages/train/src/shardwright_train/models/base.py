@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import torch
-from msgspec import UNSET
 from torch import Tensor, nn
 
 from shardwright.io import BadInput
@@ -367,7 +366,7 @@ def _within(parameter: str, paths: tuple[str, ...]) -> bool:
 
 def family_of(model: Model, file: object) -> Family:
     """The family of a described model; raises BadInput as `family_named` does."""
-    if model.types[HEAD].traced is not UNSET:
+    if model.is_traced:
         made: Family = resolve_name(f"{__package__}.as_stock:as_stock")(model.family)
         return made
     return family_named(model.family, file)

@@ -32,7 +32,7 @@ def check_supported(plan: Plan, file: object) -> None:
         raise BadInput(file, problem, "plan without --mtp, or export the plan to megatron")
     for problem, remedy in _beyond(plan):
         raise BadInput(file, problem, remedy)
-    if plan.model.types[HEAD].traced is not UNSET:
+    if plan.model.is_traced:
         with without_collection():
             from shardwright_train.models.as_stock import as_stock
         as_stock(plan.model.family).check(plan, file)

@@ -17,9 +17,13 @@ from msgspec import UNSET
 from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.pytorch_utils import Conv1D
 
+from shardwright.io import NOT_FINITE
 from shardwright.models.alike import is_known
 from shardwright.models.config_keys import ALIKE, NOTES, read_keys
 from shardwright.models.traits import BLOCK, Config
@@ -37,6 +41,7 @@ _TOKENS = frozenset(("bos_token_id", "eos_token_id", "pad_token_id"))
 """Notes of generation that classes read: the row of padding has no gradient."""
 _MOST_MODULES = 200_000
 """Modules of a stock model: DeepSeek-V3, were each of its experts a module, would have 60,000."""
+_EXPERTS, _ROUTER = ".experts.", "gate"
 _ATTENDS = "att"
 """Part of the names of modules that attend."""
 UNDIVIDED = "undivided_blocks"
@@ -63,6 +68,7 @@ def describe_by_trace(config: Mapping[str, Any], name: str, sequence_length: int
 
     Raises ValueError saying what cannot be built or traced.
     """
+    config = {key: _number(value) for key, value in config.items()}
     with FakeTensorMode(allow_non_fake_inputs=True), _registered(Trace()) as trace:
         whole = built(config)
         _check_length(whole.model.config, sequence_length)
@@ -94,11 +100,20 @@ def configured(stock: Any, config: Mapping[str, Any], kernel: str, experts: str 
     """The configuration of a stock class, with the names of its attention's kernel and of its experts' products."""
     made = config_class(stock, config["model_type"])
     with refusals():
-        parsed = made(**{key: value for key, value in config.items() if key not in ("model_type", "dtype")})
+        parsed = made(**{key: _number(value) for key, value in config.items() if key not in ("model_type", "dtype")})
         parsed._attn_implementation = kernel
         if stock._can_set_experts_implementation():
             parsed._experts_implementation = experts
     return parsed
+
+
+def _number(value: Any) -> Any:
+    """Return a value of a config.json with the numbers that are not finite, which transformers writes as objects."""
+    if isinstance(value, list):
+        return [_number(each) for each in value]
+    if isinstance(value, dict):
+        return float(value[NOT_FINITE]) if value.keys() == {NOT_FINITE} else {k: _number(x) for k, x in value.items()}
+    return value
 
 
 def stock_class(kind: str) -> Any:
@@ -304,16 +319,14 @@ def _model(config: Mapping[str, Any], name: str, length: int, whole: Whole, foun
     outputs = (BoundaryTensor(name=STATES, sequence_length=length, features=found.states.numel() // length),)
     embedding, head = _ends(whole, found)
     first = {kind: whole.blocks[whole.kinds.index(kind)] for kind in dict.fromkeys(whole.kinds)}
-    blocks = {
-        kind: _block_type(block, found.seen[kind], outputs, whole.model.config, plan) for kind, block in first.items()
-    }
+    blocks = {kind: _block_type(block, found.seen[kind], outputs, whole, plan) for kind, block in first.items()}
     # What differs in nothing that was seen, such as windows that hold a whole sample, is of one type.
     alike = {kind: next(other for other in blocks if blocks[other] == blocks[kind]) for kind in blocks}
     names = {kind: BLOCK if len(set(alike.values())) == 1 else alike[kind] for kind in blocks}
     types = {
         EMBEDDING: _layer_type(_described(embedding), found.seen[EMBEDDING], outputs, UNSET),
         **{names[kind]: blocks[alike[kind]] for kind in blocks},
-        HEAD: _head_type(_described(head), found, length),
+        HEAD: _head_type(_described(head), found, length, whole, config["model_type"]),
     }
     pairs = tuple((one, other) for other, p in head.items() for one, q in embedding.items() if p is q)
     noted = NOTES - _TOKENS
@@ -388,11 +401,12 @@ def _parameters(block: nn.Module, found: Sequence[Cut]) -> tuple[Parameter, ...]
 
 
 def _block_type(
-    block: nn.Module, seen: Seen, outputs: tuple[BoundaryTensor, ...], config: Any, plan: StockPlan
+    block: nn.Module, seen: Seen, outputs: tuple[BoundaryTensor, ...], whole: Whole, plan: StockPlan
 ) -> LayerType:
     """The type of a block, which ranks share out as the plan of its class says."""
     found, leaving = tuple(cuts(block, plan.rules)), plan.leaving(block)
-    made = _layer_type(_parameters(block, found), seen, outputs, seen.counted(outputs[0].features))
+    counted = replace(seen.counted(outputs[0].features), path=whole.path, **_linear(block))
+    made = _layer_type(_parameters(block, found), seen, outputs, counted)
     divided = {cut.name: cut.shape[cut.tp_dim] for cut in found if cut.tp_dim is not None}
     if not divided:
         return made
@@ -404,7 +418,7 @@ def _block_type(
     if attention is not None and (not regions or regions[0].attention is None):
         regions.insert(0, made.regions[0])
     first = {length: name for name, length in reversed(divided.items())}
-    heads = _heads(config) if any(_ATTENDS in name for name in divided) else {}
+    heads = _heads(whole.model.config) if any(_ATTENDS in name for name in divided) else {}
     return replace(
         made, tp_must_divide={name: length for length, name in first.items()} | heads, regions=tuple(regions)
     )
@@ -436,7 +450,34 @@ def _layer_type(
     )
 
 
-def _head_type(parameters: tuple[Parameter, ...], found: _Pass, length: int) -> LayerType:
-    seen = found.seen[HEAD]
-    whole = _layer_type(parameters, seen, (), replace(seen.counted(), widest=found.logits))
-    return replace(whole, labels=length)
+def _head_type(parameters: tuple[Parameter, ...], found: _Pass, length: int, whole: Whole, kind: str) -> LayerType:
+    seen, of_ends = found.seen[HEAD], _linear(whole.model, besides=f"{whole.path}.")
+    of_ends |= {"of_experts": _of_experts(kind)}
+    made = _layer_type(parameters, seen, (), replace(seen.counted(), widest=found.logits, **of_ends))
+    return replace(made, labels=length)
+
+
+def _of_experts(kind: str) -> tuple[str, ...]:
+    """Return the names of modules of older files whose matrices are experts' parameters now, and of their router."""
+    conversions = get_checkpoint_conversion_mapping(kind)  # type: ignore[no-untyped-call]
+    patterns = [
+        pattern
+        for conversion in conversions or ()
+        for pattern in conversion.source_patterns
+        if isinstance(conversion, WeightConverter) and _EXPERTS in pattern
+    ]
+    names = dict.fromkeys(pattern.removesuffix(".weight").rpartition(".")[2] for pattern in patterns)
+    return (_ROUTER, *names) if names else ()
+
+
+def _linear(module: nn.Module, besides: str | None = None) -> dict[str, tuple[str, ...]]:
+    """Return the modules that are a Linear, and those that peft takes for one, by `Traced`'s names of both."""
+    found = [
+        (type(each) is nn.Linear, path)
+        for path, each in module.named_modules()
+        if isinstance(each, nn.Linear | Conv1D) and not (besides is not None and path.startswith(besides))
+    ]
+    return {
+        "linear": tuple(path for is_plain, path in found if is_plain),
+        "like_linear": tuple(path for is_plain, path in found if not is_plain),
+    }

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from msgspec import UNSET
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -19,7 +18,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, rename_source_key
 
 from shardwright.io import BadInput, check_regular, read_object, sha256_of_file, sha256_of_value
-from shardwright.models.alike import QUANTIZED
+from shardwright.models.alike import QUANTIZED, read_configuration
 from shardwright.models.alike import read_config as read_keys_of
 from shardwright.models.config_keys import without_notes
 from shardwright.plan.layout import Box
@@ -60,7 +59,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return the config.json of a folder; raise BadInput if it is missing. Code that it names is not run."""
     if not folder.is_dir():
         raise BadInput(folder, "is not a folder", "pass one with config.json and safetensors files")
-    return read_object(inside(folder, CONFIG))
+    return read_configuration(inside(folder, CONFIG))
 
 
 def refuse_code(file: Path, content: Mapping[str, Any]) -> None:
@@ -286,12 +285,11 @@ def _missing(folder: Path, missing: set[str], head: set[str], allow_new: bool) -
 
 def _check_configuration(file: Path, config: Mapping[str, Any], model: Model, family: Family) -> None:
     """Raise BadInput if a config.json differs from the model in anything that its weights depend on."""
-    is_traced = model.types[HEAD].traced is not UNSET
-    config = config if is_traced else read_keys_of(config, file).config
+    config = config if model.is_traced else read_keys_of(config, file).config
     if (kind := config["model_type"]) != family.facts.model_type:
         raise BadInput(file, f"model_type is {kind!r}, but the plan's model is a {family.facts.model_type}", _REMEDY)
     try:
-        if not is_traced:
+        if not model.is_traced:
             config, _ = without_notes(family.facts, config)
             check_only(config, family.facts)
         given, wanted = family.configured(config).to_dict(), family.configuration(model).to_dict()
