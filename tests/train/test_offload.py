@@ -4,14 +4,17 @@ import json
 from collections.abc import Callable
 from dataclasses import replace as with_fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from estimated_memory import CLUSTER, FLOAT32, estimated_profiles, held_bytes
+from forked_command import forked_command
 from forked_ranks import run_worker
 from msgspec.structs import replace
 from offload_worker import STEPS, Seen
 from offloaded import with_offload
-from random_plans import random_plan
+from random_plans import cluster_of, random_plan
 from run_parity import TOLERANCE
 from run_resumes import TOLERANCE as RESUMED
 from run_resumes import resumed, saved
@@ -20,12 +23,27 @@ from stock_optimizers import with_optimizers
 from tiny_models import tiny
 from torch import nn
 
-from shardwright.io import BadInput, write_document
+from shardwright.io import BadInput, read_document, write_document
+from shardwright.models.description import model_of_config
 from shardwright.plan.offload import check_host_memory, host_states
-from shardwright.types import LayerStrategy, Offload, Plan, Plans
+from shardwright.types import (
+    Attention,
+    Cluster,
+    LayerStrategy,
+    Measurement,
+    Offload,
+    PipelineStage,
+    Plan,
+    Plans,
+    Schedule,
+    Strategy,
+)
+from shardwright_search.cost_model.plan import evaluate
+from shardwright_train.dry_run import check_roles, simulate_step
 from shardwright_train.engine.host import CountedHost
 from shardwright_train.engine.learning_rate import ANY
 from shardwright_train.engine.optimizer import ShardedOptimizer
+from shardwright_train.models.base import family_named
 from shardwright_train.models.support import check_supported
 from shardwright_train.parallel.world import World
 
@@ -104,6 +122,56 @@ def test_a_step_that_is_not_finite_changes_nothing_in_host_memory(
         assert all(map(torch.equal, plain, other))
         assert all(map(torch.equal, before, other)) == (step == 3)
     assert both[0].state_bytes - both[1].state_bytes == host.bytes_in // 4 == host.bytes_out // 4
+
+
+_CONFIG = {
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 4,
+}  # fmt: skip
+MODEL = model_of_config(_CONFIG, "m", 256, "config.json")
+
+
+def _memory_plan(offloaded: int, ranks: int, cluster: Cluster) -> Plan:
+    given: dict[str, Any] = {"tp_size": 1, "dp_size": ranks}
+    asked = [{"offload": Offload.OPTIMIZER} if number < offloaded else {} for number in range(len(MODEL.layers))]
+    return Plan(
+        name=f"p{offloaded}", model=MODEL, cluster=cluster, global_batch_size=4 * ranks, num_microbatches=2,
+        schedule=Schedule.ONE_F_ONE_B, precision=FLOAT32, attention=Attention.SDPA,
+        stages=(PipelineStage(ranks=tuple(range(ranks)), layers=((0, 4),)),),
+        embedding=Strategy(**given), head=Strategy(**given),
+        layers=tuple(LayerStrategy(type="block", **given, **more) for more in asked),
+    )  # fmt: skip
+
+
+def test_memory_is_as_predicted_and_what_goes_to_the_host_is_free() -> None:
+    """Of a rank, within 3 %; and by as much as the states in host memory less than without."""
+    node = replace(CLUSTER.node_types["n"], host_memory_gib=1.0, host_bytes_per_s=1e9)
+    cluster = replace(CLUSTER, node_types={"n": node})
+    profiles, family = estimated_profiles(FLOAT32, (2, 4), MODEL), family_named("llama", "test")
+    plans = [_memory_plan(offloaded, 4, cluster) for offloaded in (0, 3)]
+    predicted = [held_bytes(plan, profiles) for plan in plans]
+    simulated = [simulate_step(plan, 0, family, "sdpa") for plan in plans]
+    assert predicted == pytest.approx([step.peak_bytes for step in simulated], rel=0.03)
+    hosted = sum(host_states(plans[1], 0))
+    assert simulated[1].host_bytes == hosted == simulated[0].optimizer_bytes - simulated[1].optimizer_bytes > 0
+    assert simulated[0].peak_bytes - simulated[1].peak_bytes == hosted
+    (stage,) = evaluate(plans[1], profiles, timeline=False).estimate.stages
+    assert stage.host_bytes == hosted
+
+
+def test_a_measured_step_holds_what_check_finds(tmp_path: Path) -> None:
+    """On two ranks, within 3 %, by tensors that are not in host memory."""
+    plans = tuple(_memory_plan(offloaded, 2, cluster_of(2)) for offloaded in (0, 4))
+    write_document(tmp_path / "plans.json", Plans(plans=plans))
+    given = ["--steps", 1, "--warmup-steps", 1, "--out", tmp_path / "out.json"]
+    done = forked_command(["measure", tmp_path / "plans.json", *given])
+    _, err = done.communicate(timeout=500)
+    assert done.returncode == 0, err
+    for found in read_document(tmp_path / "out.json", Measurement).plans:
+        (check,) = check_roles(found.plan, family_named("llama", "test"), "sdpa", lambda _done, _all: None)
+        for rank in found.ranks:
+            assert rank.memory.optimizer_bytes == pytest.approx(check.optimizer_bytes, abs=4096), "counts of steps"
+            assert check.peak_bytes == pytest.approx(rank.memory.peak_bytes, rel=0.03)
 
 
 @pytest.mark.parametrize("offloads_first", [False, True])

@@ -260,5 +260,6 @@ def _useful(options: Options, parts: tuple[Phase, ...]) -> Ints:
     peak, end = memory.static + memory.late, memory.static + memory.activation
     columns = [options.time_ps, options.time_ps + options.exposed_ps]
     columns += [*peak.T, *(peak + memory.activation + memory.workspace).T, *end.T]
+    columns += [options.host_bytes] * bool(options.host_bytes.any())
     key = options.input_layout * (int(options.output_layout.max()) + 1) + options.output_layout
     return np.sort(non_dominated(np.stack(columns, 1), key))
