@@ -10,14 +10,14 @@ from pathlib import Path
 
 EDITS = {
     "shardwright.types.strategy": (
-        ("    context: ContextParallel =", "    offload: bool = False\n    context: ContextParallel ="),
+        ("    context: ContextParallel =", "    streamed: bool = False\n    context: ContextParallel ="),
         ("    etp_size: Ranks = 1\n", "    capacity: int = 0\n    etp_size: Ranks = 1\n"),
     ),
     "shardwright.types.plan": (
         ('    compile: bool = False\n    """Use', '    shadow: bool = False\n    compile: bool = False\n    """Use'),
         ("    layers: Annotated[tuple[tuple", "    priority: int = 0\n    layers: Annotated[tuple[tuple"),
     ),
-    "shardwright.plan.axes": (('("type",', '("offload", "type",'),),
+    "shardwright.plan.axes": (('("type",', '("streamed", "type",'),),
 }
 """A field for plans, stages, layers and experts, and for the axes, which refuse fields without an axis."""
 
@@ -56,7 +56,7 @@ def main(plain: Path, folder: Path, *profiles: str) -> None:
     """Print what commands say of each field."""
     places = {
         "layers[1].experts.capacity": lambda plan: plan["layers"][1]["experts"].update(capacity=1),
-        "layers[1].offload": lambda plan: plan["layers"][1].update(offload=True),
+        "layers[1].streamed": lambda plan: plan["layers"][1].update(streamed=True),
         "shadow": lambda plan: plan.update(shadow=True),
         "stages[0].priority": lambda plan: plan["stages"][0].update(priority=1),
     }

@@ -51,7 +51,7 @@ def test_every_command_refuses_a_field_that_it_does_not_support_by_its_name(tmp_
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert set(found) == {"layers[1].experts.capacity", "layers[1].offload", "shadow", "stages[0].priority"}
+    assert set(found) == {"layers[1].experts.capacity", "layers[1].streamed", "shadow", "stages[0].priority"}
     for place, commands in found.items():
         assert set(commands) == {*(f"{verb} {system}" for verb in ("export", "launch") for system in System), *OTHERS}
         for name, (text, code) in commands.items():
@@ -64,16 +64,16 @@ def test_every_field_of_today_is_supported_and_one_of_tomorrow_at_its_default_to
     check_fields(plan, "plan.json", "test")
 
     class Tomorrow(LayerStrategy, frozen=True, kw_only=True, forbid_unknown_fields=True):
-        offload: bool = False
+        streamed: bool = False
 
     fields = {name: getattr(plan.layers[0], name) for name in LayerStrategy.__struct_fields__}
-    for offload in (False, True):
-        layers = (*plan.layers[:-1], Tomorrow(**fields, offload=offload))
+    for streamed in (False, True):
+        layers = (*plan.layers[:-1], Tomorrow(**fields, streamed=streamed))
         changed = replace(plan, layers=layers)
-        if not offload:
+        if not streamed:
             check_fields(changed, "plan.json", "test")
             continue
         last = len(layers) - 1
-        with pytest.raises(BadInput, match=rf"plan\.json: layers\[{last}\]\.offload: test does not support it"):
+        with pytest.raises(BadInput, match=rf"plan\.json: layers\[{last}\]\.streamed: test does not support it"):
             check_fields(changed, "plan.json", "test")
-        check_fields(changed, "plan.json", "test", others={"layers.offload"})
+        check_fields(changed, "plan.json", "test", others={"layers.streamed"})

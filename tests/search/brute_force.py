@@ -38,15 +38,14 @@ def mistake(problem: Problem, answer: Optimum[int]) -> str | None:
         return f"found {found} with a bound of {answer.bound}, the best of all plans takes {best}"
     if any(bound > best for bound, _ in answer.bounds):
         return f"bounded by {answer.bounds[0][0]}, the best of all plans takes {best}"
+    groups = problem.device_groups
     for one in answer.near:
         counted, device_groups = price(problem, one.priced.solution), one.priced.solution.device_groups
         if counted.objective_ps != one.score or one.score > best * (1 + NEAR):
             return f"{one} takes {counted.objective_ps}"
-        if any(
-            need > problem.device_groups[at].budget_bytes
-            for need, at in zip(counted.memory_bytes, device_groups, strict=True)
-        ):
-            return f"{one} needs {counted.memory_bytes}"
+        stages = zip(counted.memory_bytes, counted.host_bytes, (groups[at] for at in device_groups), strict=True)
+        if any(need > on.budget_bytes or host > on.host_budget_bytes for need, host, on in stages):
+            return f"{one} needs {counted.memory_bytes} and {counted.host_bytes} of the host"
     return None
 
 

@@ -28,5 +28,8 @@ def _beside_experts(rng: np.random.Generator, rest: Options) -> Options:
     numbers = [np.add.outer(a, b).ravel() for a, b in zip(rest[:6], experts[:6], strict=True)]
     workspace = np.maximum.outer(rest.workspace_bytes, experts[6]).ravel()
     return Options(
-        *numbers, workspace, *(np.repeat(layout, ways) for layout in (rest.input_layout, rest.output_layout))
+        *numbers,
+        workspace,
+        np.zeros(len(workspace)),
+        *(np.repeat(layout, ways) for layout in (rest.input_layout, rest.output_layout)),
     )

@@ -1,5 +1,6 @@
 """Tiny random problems of the interleaved schedule, and every plan of them walked through action by action."""
 
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
@@ -38,6 +39,8 @@ class Priced(NamedTuple):
     time_ps: float
     """Infinity where embedding and head cannot be tied."""
     memory_bytes: int
+    host_bytes: int = 0
+    """The most of any stage."""
 
 
 @lru_cache(maxsize=2_000)
@@ -57,7 +60,8 @@ def random_interleaved(seed: int) -> InterleavedProblem:
         layout = rng.integers(0, layouts, n)
         classed = rng.integers(0, classes, n)
         input_layout, output_layout = (classed if kind == 0 else layout), (classed if kind == 3 else layout)
-        return Options(times + 1, ends, states, late, sums, activations, transients, input_layout, output_layout)
+        held = late, sums, activations, transients, np.zeros(n)
+        return Options(times + 1, ends, states, *held, input_layout, output_layout)
 
     moves = rng.integers(0, 1 + sharding // 2, (4, layouts, layouts)).astype(float)
     moves[:, np.arange(layouts), np.arange(layouts)] = 0
@@ -103,7 +107,7 @@ def bare_interleaved(pp_size: int, num_chunks: int, num_microbatches: int, gradi
     schedule, one = schedule_of(Schedule.INTERLEAVED_1F1B), np.ones(1)
     held = moments_in_flight(schedule, pp_size, num_microbatches, num_chunks, True)
     layout = np.zeros(1, np.int64)
-    end = Options(one, *np.zeros((6, 1)), layout, layout)
+    end = Options(one, *np.zeros((7, 1)), layout, layout)
     block = end._replace(late_bytes=gradient_bytes * one, activation_bytes=12 * one, workspace_bytes=7 * one)
     return InterleavedProblem(
         embedding=0,
@@ -139,7 +143,10 @@ def every_interleaved(problem: InterleavedProblem) -> list[Priced]:
     if problem.lacking[0] == len(problem.positions):
         outer, last = options[problem.embedding].output_layout, options[problem.positions[-1]].output_layout
         every = (chosen for chosen in every if outer[chosen[0]] == last[chosen[-2]])
-    return [Priced(chosen, _time_ps(problem, chosen), _memory_bytes(problem, chosen)) for chosen in every]
+    return [
+        Priced(chosen, _time_ps(problem, chosen), _memory_bytes(problem, chosen), _host_bytes(problem, chosen))
+        for chosen in every
+    ]
 
 
 def options_of(problem: InterleavedProblem, chosen: tuple[int, ...]) -> tuple[int, ...]:
@@ -151,7 +158,12 @@ def options_of(problem: InterleavedProblem, chosen: tuple[int, ...]) -> tuple[in
 
 def mistake(problem: InterleavedProblem) -> str | None:
     """What the solver or its bounds get wrong, or None."""
-    fitting = [plan for plan in every_interleaved(problem) if plan.memory_bytes <= problem.group.budget_bytes]
+    group = problem.group
+    fitting = [
+        plan
+        for plan in every_interleaved(problem)
+        if plan.memory_bytes <= group.budget_bytes and plan.host_bytes <= group.host_budget_bytes
+    ]
     best = min((plan.time_ps for plan in fitting), default=np.inf)
     answer = optimize([Target(0, 0.0, 1.0)], lambda _: Interleaved(problem), 0.01, 8)
     found, asked = np.inf if answer.best is None else answer.best.score, Interleaved(problem)
@@ -166,9 +178,9 @@ def mistake(problem: InterleavedProblem) -> str | None:
     return None
 
 
-def mistakes(seeds: range) -> dict[int, str]:
+def mistakes(seeds: range, made: Callable[[int], InterleavedProblem] = random_interleaved) -> dict[int, str]:
     """What the solver gets wrong, by the seed of the problem."""
-    found = ((seed, mistake(random_interleaved(seed))) for seed in seeds)
+    found = ((seed, mistake(made(seed))) for seed in seeds)
     return {seed: what for seed, what in found if what is not None}
 
 
@@ -181,6 +193,14 @@ def _chain(problem: InterleavedProblem, chosen: tuple[int, ...], stage: int, chu
     if (stage, chunk) == (problem.pp_size - 1, problem.num_chunks - 1):
         elements = [*elements[: len(elements) - behind], (problem.head, chosen[-1])]
     return elements
+
+
+def _host_bytes(problem: InterleavedProblem, chosen: tuple[int, ...]) -> int:
+    stages = (
+        [each for chunk in range(problem.num_chunks) for each in _chain(problem, chosen, stage, chunk)]
+        for stage in range(problem.pp_size)
+    )
+    return max(sum(int(problem.group.options[kind].host_bytes[row]) for kind, row in held) for held in stages)
 
 
 def _time_ps(problem: InterleavedProblem, chosen: tuple[int, ...]) -> float:

@@ -21,6 +21,7 @@ class Enumerated(NamedTuple):
     shape: tuple[int, ...]
     times: np.ndarray
     memory: np.ndarray
+    host: np.ndarray
 
     def solution(self, plan: int) -> Solution:
         """One of the plans."""
@@ -53,7 +54,8 @@ def _options(rng: np.random.Generator, kind: int, scale: _Scale, layouts: np.nda
         input_layout = rng.integers(0, scale.classes, n)
     if kind == 3:
         output_layout = rng.integers(0, scale.classes, n)
-    return Options(times + 1, ends, states, late, sums, activations, transients, input_layout, output_layout)
+    held = late, sums, activations, transients, np.zeros(n)
+    return Options(times + 1, ends, states, *held, input_layout, output_layout)
 
 
 def _group(rng: np.random.Generator, scale: _Scale, layouts: np.ndarray, width: int = 1) -> DeviceGroup:
@@ -256,7 +258,8 @@ def best_of(problem: Problem) -> float:
 def fitting(problem: Problem, found: Enumerated) -> np.ndarray:
     """Which of the plans stay within the budgets."""
     budgets = np.array([problem.device_groups[group].budget_bytes for group in found.device_groups])
-    return (found.memory <= budgets[:, None]).all(0)
+    hosts = np.array([problem.device_groups[group].host_budget_bytes for group in found.device_groups])
+    return (found.memory <= budgets[:, None]).all(0) & (found.host <= hosts[:, None]).all(0)
 
 
 def _moments(in_flight: int, num_microbatches: int) -> set[tuple[int, bool, int]]:
@@ -313,7 +316,9 @@ def _priced(problem: Problem, ends: tuple[int, ...], device_groups: tuple[int, .
                 times[stage - 1] += send
                 received.append(problem.boundary_bytes[kind, got])
             times[stage] += here.redistribution_ps[kind, got, o.input_layout[rows]]
-    memory = np.zeros((problem.pp_size, size))
+    memory, host = np.zeros((2, problem.pp_size, size))
+    for stage, o, rows in zip(stage_of, own, chosen, strict=True):
+        host[stage] += o.host_bytes[rows]
     for stage, k in enumerate(problem.in_flight):
         inside = [e for e, s in enumerate(stage_of) if s == stage]
         for flight, backward, done in _moments(k, problem.num_microbatches):
@@ -331,4 +336,4 @@ def _priced(problem: Problem, ends: tuple[int, ...], device_groups: tuple[int, .
                 memory[stage] = np.maximum(memory[stage], need)
     tie = problem.tied_ps[own[0].input_layout[chosen[0]], own[-1].output_layout[chosen[-1]]]
     objective = times.sum(0) + (problem.num_microbatches - 1) * times.max(0) + ends_ps.max(0) + tie
-    return Enumerated(ends, device_groups, shape, objective, memory)
+    return Enumerated(ends, device_groups, shape, objective, memory, host)

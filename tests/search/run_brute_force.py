@@ -14,6 +14,7 @@ from brute_force import mistakes
 from certificate_attacks import accepted
 from expert_problems import random_with_experts
 from interleaved_problems import mistakes as interleaved_mistakes
+from offload_problems import random_interleaved_with_offload, random_with_offload
 from optimizer_problems import random_with_muon
 from random_fronts import front_mistakes
 from random_problems import random_mixed, random_spanning, random_unequal
@@ -39,6 +40,8 @@ def main(count: int) -> int:
         "gpipe and 1f1b": mistakes,
         "experts beside the rest": partial(mistakes, made=random_with_experts),
         "whole matrices of Muon": partial(mistakes, made=random_with_muon),
+        "offload": partial(mistakes, made=random_with_offload),
+        "offload, interleaved_1f1b": partial(interleaved_mistakes, made=random_interleaved_with_offload),
         "stages of unequal width": partial(mistakes, made=random_unequal),
         "several node types": partial(mistakes, made=random_mixed),
         "stages that span node types": partial(mistakes, made=random_spanning),

@@ -8,6 +8,7 @@ from brute_force import mistake, solved
 from interleaved_problems import mistake as interleaved_mistake
 from interleaved_problems import random_interleaved
 from msgspec.structs import replace
+from offload_problems import random_with_offload
 from random_problems import random_problem
 
 from shardwright_search.solver import interleaved, interleaved_bounds, partition, stage_labels
@@ -70,7 +71,7 @@ def without_redistribution(problem: Problem) -> Problem:
     ],
 )
 def test_a_dropped_term_is_caught(seen):
-    problems = map(random_problem, SEEDS)
+    problems = (made(seed) for seed in SEEDS for made in (random_problem, random_with_offload))
     assert any(mistake(problem, solved(seen(problem))) for problem in problems)
 
 

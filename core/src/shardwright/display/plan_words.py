@@ -110,3 +110,5 @@ def _strategy_parts(strategy: Strategy) -> Iterator[str]:
         yield f"experts ep{held.experts.size}{features}{kind}{groups}"
     if isinstance(strategy, LayerStrategy) and strategy.recompute is not Recompute.NONE:
         yield f"recompute {strategy.recompute}"
+    if isinstance(strategy, LayerStrategy) and strategy.offloads_optimizer:
+        yield f"offload {strategy.offload}"

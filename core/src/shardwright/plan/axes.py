@@ -32,7 +32,7 @@ from shardwright.types import DataParallel, ExpertGrid, ExpertStrategy, Sequence
 
 _KNOWN_FIELDS = {
     *("tp_size", "tp_consecutive", "cp_size", "dp_size", "data_parallel", "shard_size", "sequence_parallel"),
-    *("type", "recompute", "context"),  # these three cut nothing
+    *("type", "recompute", "context", "offload"),  # these cut nothing
     *("experts", "ep_size"),  # whose axes are those of a strategy of their own, `expert_grid`
 }
 

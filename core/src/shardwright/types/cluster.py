@@ -8,7 +8,7 @@ from typing import Annotated
 from msgspec import UNSET, Meta, UnsetType
 
 from shardwright.io import Document, Value
-from shardwright.types.limits import MAX_DEVICES, Name, NonNegativeNumber, PositiveBytes, Ranks
+from shardwright.types.limits import GIB, MAX_DEVICES, Gib, Name, NonNegativeNumber, PositiveBytes, Ranks, Rate
 
 _CPU = re.compile(r"cpu(?:/([2-9]|[1-9][0-9]))?")
 
@@ -28,10 +28,19 @@ class NodeType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     node's."""
     usd_per_hour: NonNegativeNumber | None = None
     """Price of one node, if known."""
+    host_memory_gib: Gib | UnsetType = UNSET
+    """Host memory of one node that its ranks share equally for what their layers offload, in GiB; needed to offload."""
+    host_bytes_per_s: Rate | UnsetType = UNSET
+    """Rate at which a device copies to or from host memory while all of the node's do, one way; needed to offload."""
 
     def __post_init__(self) -> None:
         if self.device.startswith("cpu/") and not self.on_cpu:
             raise ValueError(f"device {self.device!r}: a slowed CPU is cpu/2 to cpu/99")
+
+    @property
+    def host_bytes(self) -> int:
+        """Return one rank's share of the host memory; 0 if that is not given."""
+        return 0 if self.host_memory_gib is UNSET else int(self.host_memory_gib * GIB) // self.devices_per_node
 
     @property
     def domain_nodes(self) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
-from msgspec import Meta, field
+from msgspec import UNSET, Meta, UnsetType, field
 
 from shardwright.io import Document, Removed, Value
 from shardwright.types.limits import Bytes, NonNegativeCount, NonNegativeNumber, Rank, Seconds, Sha256
@@ -21,6 +21,8 @@ class StagePrediction(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Peak memory of a rank."""
     memory_terms_bytes: dict[str, Bytes]
     """Terms that `memory_bytes` is made of."""
+    host_bytes: Bytes | UnsetType = UNSET
+    """Host memory of a rank, which offloaded layers take; omitted if there are none."""
 
 
 class TimelineEvent(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):

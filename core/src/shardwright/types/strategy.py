@@ -59,6 +59,15 @@ class Recompute(StrEnum):
         return self in (Recompute.FULL, Recompute.SELECTIVE, Recompute.MLP)
 
 
+class Offload(StrEnum):
+    """States of a layer that stay in host memory, and are on the device only while they are used."""
+
+    NONE = "none"
+    """Nothing."""
+    OPTIMIZER = "optimizer"
+    """The optimizer's states, which come for the update."""
+
+
 class Strategy(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, order=True):
     """A sharding of the embedding or the head over the ranks of its pipeline stage.
 
@@ -142,11 +151,15 @@ class LayerStrategy(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=T
     """How positions of one rank attend to those of others; it only matters if cp_size is above 1."""
     experts: ExpertStrategy | UnsetType = UNSET
     """The parallelism of the layer's experts; omitted if each rank has its part of the features of all experts."""
+    offload: Offload | UnsetType = UNSET
+    """States that stay in host memory; omitted if there are none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.context is ContextParallel.RING and self.cp_size == 1:
             raise ValueError("context ring needs cp_size above 1: leave it out")
+        if self.offload is Offload.NONE:
+            raise ValueError("offload none: leave it out")
         if self.experts is UNSET:
             return
         if (ranks := self.tp_size * self.cp_size * self.dp_size) % (self.experts.ep_size * self.experts.etp_size):
@@ -159,6 +172,11 @@ class LayerStrategy(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=T
     def expert_grid(self) -> ExpertGrid | None:
         """Return the sharding of the layer's experts; None if it is the same as the layer's."""
         return None if self.experts is UNSET else _grid(self.experts, self.tp_size * self.cp_size * self.dp_size)
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Return whether the optimizer's states of the layer stay in host memory."""
+        return self.offload is Offload.OPTIMIZER
 
 
 def _grid(experts: ExpertStrategy, ranks: int) -> ExpertGrid:

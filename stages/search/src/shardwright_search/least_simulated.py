@@ -141,10 +141,9 @@ def _by_score(ranked: Simulated) -> tuple[float, float]:
 
 def _fitting(problem: Problem, solution: Solution) -> float | None:
     """Return the closed form of a plan that fits; None if it does not."""
-    objective_ps, memory_bytes = price(problem, solution)
-    budgets = (problem.device_groups[group].budget_bytes for group in solution.device_groups)
-    fits = all(used <= budget for used, budget in zip(memory_bytes, budgets, strict=True))
-    return float(objective_ps) if fits else None
+    cost = price(problem, solution)
+    fits = cost.fits([problem.device_groups[group] for group in solution.device_groups])
+    return float(cost.objective_ps) if fits else None
 
 
 def _within_two(problem: Problem, solution: Solution) -> Iterator[Solution]:

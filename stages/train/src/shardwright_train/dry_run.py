@@ -25,6 +25,7 @@ from shardwright.io import NothingFits
 from shardwright.plan.chunks import chunk_layers, stage_actions
 from shardwright.plan.communication import Cause, step_messages
 from shardwright.plan.layout import parameter_box
+from shardwright.plan.offload import copied_bytes
 from shardwright.plan.process_groups import Purpose, communicator_bytes, communicators
 from shardwright.plan.schedules.registry import schedule_of
 from shardwright.types import MIB, Plan
@@ -72,6 +73,8 @@ class SimulatedStep(NamedTuple):
     parameters_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
+    host_bytes: int
+    """Optimizer state in host memory."""
     peak_bytes: int
     """Peak of resident tensor memory in bytes, parameters, gradients and optimizer state included."""
     microbatch_bytes: int
@@ -118,16 +121,21 @@ def simulate_step(
                 resident.follow(parameter)
             parameters = resident.now
             with resident:
-                optimizer, with_optimizer = engine.optimizer, resident.now
+                optimizer = engine.optimizer
+                kept = [x for states in optimizer.host_states for x in states.values()]
+                resident.release(kept)
+                with_optimizer = resident.now
                 with sent:
                     engine.forward_backward(step, hook)
             gradients = sum(_gradient_bytes(p) for p in optimizer.parameters.values() if p.requires_grad)
+            copies = copied_bytes(sum(x.nbytes for x in states.values()) for states in optimizer.host_states)
         return SimulatedStep(
             message_bytes=dict(sent.bytes),
             parameters_bytes=parameters,
             gradients_bytes=gradients,
             optimizer_bytes=with_optimizer - parameters,
-            peak_bytes=resident.peak,
+            host_bytes=sum(x.nbytes for x in kept),
+            peak_bytes=max(resident.peak, with_optimizer + gradients + copies),
             microbatch_bytes=sum(x.nbytes for x in step.batch.values()) // plan.num_microbatches,
             resident_bytes=events,
             peaks=peaks,
@@ -200,6 +208,12 @@ class _ResidentBytes(TorchDispatchMode):
             self._storages[key] = weakref.ref(storage, lambda _: self._forget(key)), storage.nbytes()
             self._sum += storage.nbytes()
 
+    def release(self, tensors: Sequence[Tensor]) -> None:
+        """Count tensors no longer, and restart the peak: on a CPU what is in host memory looks the same."""
+        for x in tensors:
+            self._forget(id(x.untyped_storage()))
+        self.peak = self._recent = self._sum
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
@@ -210,7 +224,7 @@ class _ResidentBytes(TorchDispatchMode):
         return result
 
     def _forget(self, key: int) -> None:
-        self._sum -= self._storages.pop(key)[1]
+        self._sum -= self._storages.pop(key, (None, 0))[1]
 
 
 def _gradient_bytes(parameter: nn.Parameter) -> int:
@@ -303,6 +317,8 @@ class RoleCheck(NamedTuple):
     gradients_bytes: int
     """Bytes of the gradients before the optimizer's step."""
     optimizer_bytes: int
+    host_bytes: int
+    """Bytes of the optimizer states in host memory, which each step copies to the device and back."""
     peak_bytes: int
     """Peak tensor memory in bytes."""
     communicators: Mapping[Purpose, int]
@@ -334,6 +350,7 @@ def check_roles(
             parameters_bytes=step.parameters_bytes,
             gradients_bytes=step.gradients_bytes,
             optimizer_bytes=step.optimizer_bytes,
+            host_bytes=step.host_bytes,
             peak_bytes=peak_bytes,
             communicators=max((counted[rank] for rank in role.ranks), key=communicator_bytes),
         )
@@ -390,7 +407,8 @@ def _shard_sizes(plan: Plan, stage: int, me: int) -> Iterator[int]:
 
 def print_checks(plan: Plan, checks: Sequence[RoleCheck], console: Console) -> None:
     """Print memory and traffic of every role."""
-    memory_columns = ("stage", "ranks", "parameters", "gradients", "optimizer", "peak", "device")
+    offloads = any(check.host_bytes for check in checks)
+    memory_columns = ("stage", "ranks", "parameters", "gradients", "optimizer", "peak", "device", *["host"] * offloads)
     memory = _table(f"{plan.name}: tensor memory of a rank, MiB", memory_columns)
     traffic_columns = ("stage", "ranks", "why", "collective", "among", "number", "MiB in total")
     traffic = _table("Messages of a rank in one step (of a full tensor; sends by sender)", traffic_columns)
@@ -398,7 +416,7 @@ def print_checks(plan: Plan, checks: Sequence[RoleCheck], console: Console) -> N
         stage, ranks = str(check.role.stage), _spans(check.role.ranks)
         node_type = plan.cluster.of_rank(check.role.ranks[0])
         sizes = (check.parameters_bytes, check.gradients_bytes, check.optimizer_bytes, check.peak_bytes)
-        memory.add_row(stage, ranks, *map(_mib, (*sizes, node_type.memory_bytes)))
+        memory.add_row(stage, ranks, *map(_mib, (*sizes, node_type.memory_bytes, *[check.host_bytes] * offloads)))
         for (cause, kind), (count, size) in check.messages.items():
             row = (cause.value, kind.collective.value, str(kind.group_size), str(count), _mib(size))
             traffic.add_row(stage, ranks, *row)

@@ -32,6 +32,7 @@ from shardwright.types import (
     Model,
     NodeGroup,
     NodeType,
+    Offload,
     Plan,
     Precision,
     Recompute,
@@ -52,6 +53,8 @@ _MAX_INTERLEAVED = 2**16
 _CHUNKS = (2, 4)
 """Layer ranges of a stage of interleaved schedules that are searched."""
 _FP8_ASSUMED = ("fp8: products with the weights of blocks alone, without their casts; estimated, not trained here",)
+_HOST_SHARE = 2
+"""Host memory of a node over the memory of its GPUs, as systems for training have it or more; an assumption."""
 _FORMATS = ("bfloat16", "float16", "float32")
 _USUAL_TOKENS = 2**22
 """Tokens of a step: Touvron et al. 2023, Llama 2, table 1, and Grattafiori et al. 2024, section 3.4.1."""
@@ -141,6 +144,8 @@ def question_of(options: AdviseOptions) -> Question:
     runtime, other = _runtimes(options, model, machines)
     _, attention = attention_of(runtime, Attention.AUTO)
     _check_precision(options.precision, machines)
+    if options.offload != "none" and options.target is not None:
+        raise BadInput("--offload", f"plans for {options.target} have none", "leave it out, or leave out --for")
     if options.base is not None and model.trained_count == model.parameter_count:
         raise BadInput("--base", f"{options.base} is for frozen parameters, but all are trained", "give --lora, too")
     if options.precision == FP8 and attention is Attention.EAGER:
@@ -168,6 +173,7 @@ def question_of(options: AdviseOptions) -> Question:
         attention=attention,
         compile=options.compile,
         loss_chunks=options.loss_chunks,
+        offload=(Offload.NONE, *([] if options.offload == "none" else [Offload.OPTIMIZER])),
     )
     lengths = priced_lengths(model.sequence_length, request.cp_sizes, options.against)
     models = (model, *(model_of(replace(options, seq=length))[0] for length in lengths))
@@ -388,8 +394,31 @@ def _node_type(options: AdviseOptions, table: DeviceTable, key: str, per_node: i
         domain_devices=device.domain_devices or UNSET,
         usd_per_hour=None if price is None else price * per_node,
     )
+    hosted: tuple[str, ...] = ()
+    if options.offload != "none":
+        node_type, hosted = _with_host(options, node_type, key, device)
     source = f"price: {priced}" if price is not None else f"no price of {key} is known (--price-per-gpu-hour)"
-    return _TypeFigures(node_type, device, budget_gib, (f"{name}: {device.peaks_source}", spare, source))
+    return _TypeFigures(node_type, device, budget_gib, (f"{name}: {device.peaks_source}", spare, source, *hosted))
+
+
+def _with_host(
+    options: AdviseOptions, node_type: NodeType, key: str, device: Device
+) -> tuple[NodeType, tuple[str, ...]]:
+    """Return a node type with its host's memory and rate, and where these come from."""
+    rate, source = device.host_bytes_per_s, device.host_bytes_per_s_source
+    if rate is None:
+        rate, source = device.pcie_bytes_per_s, device.pcie_bytes_per_s_source
+    if rate is None:
+        raise BadInput("--offload", f"the table has no rate between {key} and its host", "choose another device")
+    gib, given = options.host_memory_gib, "given"
+    if gib is None:
+        gib = _HOST_SHARE * node_type.memory_bytes * node_type.devices_per_node / GIB
+        given = "assumed: twice its GPUs' (--host-memory-gib)"
+    share, published = Efficiencies().link, rate
+    rate = share * published
+    copied = f"offload: {rate / 1e9:g} GB/s each way, an estimate: {share:g} of the published rate; {source}"
+    words = copied, f"host memory of a node of {key}: {gib:g} GiB, {given}"
+    return replace(node_type, host_memory_gib=gib, host_bytes_per_s=rate), words
 
 
 def _network(options: AdviseOptions, key: str, figures: _TypeFigures) -> tuple[NodeRates, str]:

@@ -39,6 +39,8 @@ class Ways(NamedTuple):
     """[ways, 2]: A and U."""
     memory: Array
     """[ways, phases, 2]: resident at the end, and the peak so far."""
+    host: Array
+    """Bytes of host memory."""
     priced: Array
     """[ways, rows]: cost and memory by rows of duals."""
 
@@ -107,7 +109,8 @@ def _entered(chain: Chain, stage_on_group: StageOnGroup, before: int, rows: int)
     count, phases = chain.size if before < 0 else chain.problem.num_layouts, bounds.phases_of(chain, stage_on_group[0])
     held = np.zeros(count) if before < 0 else chain.problem.boundary_bytes[before]
     memory = np.array([[(in_flight + 2) * held] * 2 for in_flight, *_ in phases]).transpose(2, 0, 1)
-    return Ways(np.arange(count), np.arange(count), np.zeros((count, 2)), memory, np.zeros((count, rows)))
+    none = np.zeros(count)
+    return Ways(np.arange(count), np.arange(count), np.zeros((count, 2)), memory, none, np.zeros((count, rows)))
 
 
 def _longer(
@@ -139,9 +142,9 @@ def _longer(
         bounds.rounded_down(cost @ weight + price.ps_per_byte * used, unit_ps)
         for (weight, price), used, unit_ps in zip(priced, counted, units, strict=True)
     ]
-    held, cost = np.array(memory).transpose(2, 0, 1), ways.cost[parent] + cost
-    longer = Ways(ways.entered[parent], o.output_layout, cost, held, ways.priced[parent] + np.array(added).T)
-    return longer.take((longer.memory[:, :, 1] <= group.budget_bytes).all(1))
+    held, cost, host = np.array(memory).transpose(2, 0, 1), ways.cost[parent] + cost, ways.host[parent] + o.host_bytes
+    longer = Ways(ways.entered[parent], o.output_layout, cost, held, host, ways.priced[parent] + np.array(added).T)
+    return longer.take((longer.memory[:, :, 1] <= group.budget_bytes).all(1) & (host <= group.host_budget_bytes))
 
 
 def _ends(chain: Chain, stage_on_group: StageOnGroup, ways: Ways, last: int) -> Array:
@@ -155,7 +158,7 @@ def _ends(chain: Chain, stage_on_group: StageOnGroup, ways: Ways, last: int) -> 
 def _undominated(ways: Ways, weights: Array) -> Array:
     """Return the ways that no other between the same layouts replaces: memory, and cost by all weights, are no less."""
     key, cost = ways.entered * (int(ways.layout.max(initial=0)) + 1) + ways.layout, ways.cost @ weights.T
-    columns = np.hstack([np.stack([key, -key], 1), cost, ways.memory[:, :, 0], ways.memory[:, :, 1]])
+    columns = np.hstack([np.stack([key, -key, ways.host], 1), cost, ways.memory[:, :, 0], ways.memory[:, :, 1]])
     left, kept = np.lexsort((*ways.memory[:, :, 1].T, cost[:, 0])), []
     while len(left):
         kept.append(left[0])

@@ -17,7 +17,7 @@ from shardwright_search.commands.prediction import read_inputs
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.solver.problem import Problem
-from shardwright_search.space.budget import allowed_bytes, budgets_of, with_spare
+from shardwright_search.space.budget import allowed_bytes, budgets_of, over_bytes, with_spare
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.membership import outside
 from shardwright_search.space.request import SearchRequest
@@ -82,6 +82,8 @@ def _objective_ps(options: VerifyOptions, plan: Plan, request: SearchRequest, pr
         if stage.memory_bytes > most:
             problem = f"stage {number} takes {stage.memory_bytes} bytes a rank, the budget is {most}"
             raise BadInput(options.plan, problem, _SEARCHED)
+    if max(over_bytes(plan, evaluation.estimate, budgets)) > 0:
+        raise BadInput(options.plan, "keeps more in host memory than its node types have", _SEARCHED)
     return evaluation.objective_ps
 
 

@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec import UNSET
 
+from shardwright.io import BadInput
 from shardwright.key import LayerKey
 from shardwright.optimizers.matrices import largest_flops
 from shardwright.optimizers.registry import ADAMW, Optimizer
@@ -311,10 +313,10 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         single_microbatch: bool,
         turns: Turns = PLAIN_TURNS,
     ) -> Numbers:
-        """Return the solver's numbers for layers of a type under many strategies at once [7, strategies].
+        """Return the solver's numbers for layers of a type under many strategies at once [8, strategies].
 
         In the order of the solver's `Options`, these are the numbers of `layer`: time of a microbatch, time once a
-        step, state, gradients and their sums, activations and workspace.
+        step, state, gradients and their sums, activations, workspace, and host memory.
         """
         passes = [self._pass_numbers(type_name, each, topology, samples, turns) for each in parts.passes]
         tied = turns.ties and type_name == HEAD
@@ -322,7 +324,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         forward_s, backward_s, activation, workspace = np.array(passes).T[:, parts.passes_of]
         columns = np.array(own).T[:, parts.parameters_of]
         each, once, reduction = (AllOverlapped(*columns[first : first + 4]) for first in (0, 4, 8))
-        partial_sum_s, optimizer_s, state, gradients, sums, unreduced, buffers = columns[12:]
+        partial_sum_s, optimizer_s, state, gradients, sums, unreduced, buffers, host = columns[12:]
         reduced = all_picoseconds(reduction.added_s(backward_s))
         nothing = np.zeros_like(reduced)
         reduces_every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
@@ -335,6 +337,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
                 sum(map(all_picoseconds, ends)) + at_end,
                 *(state, gradients, sums, activation),
                 np.maximum(workspace, unreduced) + buffers,
+                host,
             ]
         )
 
@@ -361,7 +364,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         return (
             *chain.from_iterable(each.numbers for each in collectives),
             *(costs.partial_sum_s, costs.optimizer_s, memory.all_step_bytes),
-            *(memory.gradients, memory.gradient_sums, memory.unreduced_gradients, memory.buffers),
+            *(memory.gradients, memory.gradient_sums, memory.unreduced_gradients, memory.buffers, memory.host),
         )
 
     @cached_method
@@ -418,7 +421,16 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         group = parameter_groups(self.model.types[type_name], strategy)[number]
         if tied:
             group = group.without({name for _, name in self.model.tied})
-        return parameter_costs(*given, type_name, group, topology, states, single_microbatch)
+        offloads = isinstance(strategy, LayerStrategy) and strategy.offloads_optimizer
+        rate = self.host_rate(topology.node_type) if offloads else None
+        return parameter_costs(*given, type_name, group, topology, states, single_microbatch, rate)
+
+    def host_rate(self, node_type: str) -> float:
+        """Return the bytes per second of copies between a device and its host; BadInput if they are not given."""
+        if (rate := self.cluster.node_types[node_type].host_bytes_per_s) is UNSET:
+            problem = f"node type {node_type} has no host_bytes_per_s, by which offload is priced"
+            raise BadInput(f"cluster {self.cluster.name}", problem, "add it to the cluster file")
+        return rate
 
     def _states(self, type_name: str, strategy: Strategy, topology: StageTopology) -> StateRow:
         """Return the profiled states of a layer's parameters, of the degree whose numbers serve."""

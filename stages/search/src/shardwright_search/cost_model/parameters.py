@@ -23,6 +23,7 @@ from shardwright.optimizers.registry import ADAMW, Optimizer, shards_of
 from shardwright.plan.axes import Axis, ParameterAxes, axes_of
 from shardwright.plan.buckets import copied_bucket_bytes
 from shardwright.plan.communication import Cause, Message, parameter_messages, partial_gradient_bytes
+from shardwright.plan.offload import copied_bytes
 from shardwright.plan.parameter_groups import ParameterGroup
 from shardwright.types.hardware_profile import Collective, GroupKind
 from shardwright.types.model import EMBEDDING, HEAD, LayerType, Model, Parameter
@@ -84,10 +85,12 @@ class ParameterMemory(msgspec.Struct, frozen=True, kw_only=True):
     """
     optimizer: int
     """The optimizer's states of the shard."""
+    host: int = 0
+    """Those of offloaded layers, which are in host memory."""
     buffers: int
     """FSDP2's buffers for a layer's collectives while the layer runs: 2cP for gathers under ZeRO-3, rP for reductions.
 
-    If an update of whole matrices takes more after the passes, that counts.
+    If an update of whole matrices, or the copies of offloaded states, take more after the passes, that counts.
 
     Experts that ranks share out are gathered a layer at a time: cP.
     Beside the parameters it works with lie those of the layer that comes next, on their way. The reduction buffer of
@@ -117,6 +120,7 @@ def parameter_memory(
     reduce_every_microbatch: bool = False,
     is_first_layer: bool = False,
     held: Held = OURS,
+    offloaded: bool = False,
 ) -> ParameterMemory:
     """Return the memory of one layer's parameters on one rank.
 
@@ -140,19 +144,24 @@ def parameter_memory(
     gradients = shard_bytes + summed + full_bytes * (reduce_every_microbatch and is_first_layer)
     if replicated or deferred or without_fsdp:
         gradients = full_bytes
+    shards = shards_of(kind, axes.tensor.size, axes.shards)
+    states = optimizer.held_bytes(shards, precision.parameters)
     memory = ParameterMemory(
         parameters=_stored_bytes(kind, precision, axes),
         gathered_parameters=0 if without_fsdp or (zero3 and not is_first_layer) else computed,
         gradients=gradients,
         gradient_buffer=0,
         gradient_sums=shard_bytes * (replicated and reduce_every_microbatch),
-        optimizer=optimizer.held_bytes(shards_of(kind, axes.tensor.size, axes.shards), precision.parameters),
+        optimizer=0 if offloaded else states,
+        host=states if offloaded else 0,
         buffers=fsdp * (copies * computed * zero3 + (shard_bytes if deferred else full_bytes)),
         unreduced_gradients=_bucket_bytes(kind, axes.tensor.size, precision)
         if replicated
         else full_bytes * (fsdp and not deferred),
     )
     whole = workspace_bytes(kind.parameters, axes.replicas) if optimizer.whole_matrices else 0
+    if offloaded:
+        whole = copied_bytes(optimizer.held_bytes([each], precision.parameters) for each in shards)
     memory = msgspec.structs.replace(memory, buffers=max(memory.buffers, whole))
     if quantized := _quantized(kind, precision):
         largest = max(p.numel(axes.tensor.size) for p in quantized)
@@ -273,10 +282,13 @@ def parameter_costs(
     topology: StageTopology,
     states: StateRow,
     single_microbatch: bool,
+    host_bytes_per_s: float | None = None,
 ) -> ParameterCosts:
     """Return the costs on one rank of a group of a layer's parameters.
 
-    `states` are those of all parameters of the layer that were profiled.
+    `states` are those of all parameters of the layer that were profiled. `host_bytes_per_s`: at which its optimizer
+    states, which are in host memory, come to the device and go back, in turn and overlapped with nothing; None: they
+    stay on the device.
     """
     kind, strategy = group
     axes, states = axes_of(strategy).dense, _share_of_states(states, model.types[type_name], group)
@@ -303,22 +315,25 @@ def parameter_costs(
     sharing = axis_group_kinds(topology, axes.tensor)
     agreed_s = sum(collective_time(profiles, Collective.ALL_REDUCE, sharing, size).time_s for size in agreed)
     whole_s = _whole_matrices_s(profiles, model, type_name, group, topology) if optimizer.whole_matrices else 0.0
+    memory = parameter_memory(
+        kind,
+        strategy,
+        # No layer at the ends of a model is in few bits.
+        msgspec.structs.replace(precision, base=UNSET) if type_name in (EMBEDDING, HEAD) else precision,
+        optimizer,
+        deferred=not (single_microbatch or reduces_every),
+        reduce_every_microbatch=reduces_every and not single_microbatch,
+        is_first_layer=type_name == EMBEDDING,
+        held=held,
+        offloaded=host_bytes_per_s is not None,
+    )
+    copied_s = 0.0 if host_bytes_per_s is None else 2 * memory.host / host_bytes_per_s
     return ParameterCosts(
-        memory=parameter_memory(
-            kind,
-            strategy,
-            # No layer at the ends of a model is in few bits.
-            msgspec.structs.replace(precision, base=UNSET) if type_name in (EMBEDDING, HEAD) else precision,
-            optimizer,
-            deferred=not (single_microbatch or reduces_every),
-            reduce_every_microbatch=reduces_every and not single_microbatch,
-            is_first_layer=type_name == EMBEDDING,
-            held=held,
-        ),
+        memory=memory,
         gather=gather,
         reduction=reduction,
         partial_sum_s=_partial_sum_s(profiles, model, precision, type_name, group, topology),
-        optimizer_s=states.optimizer_s / axes.shards * share + agreed_s + whole_s,
+        optimizer_s=states.optimizer_s / axes.shards * share + agreed_s + whole_s + copied_s,
     )
 
 

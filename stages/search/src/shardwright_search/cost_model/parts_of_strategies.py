@@ -16,14 +16,16 @@ H = TypeVar("H", bound=Hashable)
 
 def of_parameters(strategy: Strategy) -> Strategy:
     """Return a strategy without the fields that do not affect parameters."""
-    if isinstance(strategy, LayerStrategy) and shares_experts(strategy):
+    if isinstance(strategy, LayerStrategy) and (shares_experts(strategy) or strategy.offloads_optimizer):
         return replace(strategy, recompute=Recompute.NONE)
     return Strategy(**{name: getattr(strategy, name) for name in Strategy.__struct_fields__})
 
 
 def of_passes(strategy: Strategy) -> Strategy:
-    """Return a strategy without its sharding of states, on which a microbatch's passes do not depend."""
+    """Return a strategy without its sharding of states, and their place: a micro-batch's passes do not depend on it."""
     whole = {"data_parallel": DataParallel.DDP, "shard_size": 0}
+    if isinstance(strategy, LayerStrategy):
+        strategy = replace(strategy, offload=UNSET)
     if isinstance(strategy, LayerStrategy) and strategy.experts is not UNSET:
         return replace(strategy, **whole, experts=replace(strategy.experts, **whole))
     return replace(strategy, **whole)

@@ -4,7 +4,10 @@ from collections.abc import Sequence
 from math import ceil
 from typing import NamedTuple
 
+from msgspec import UNSET
+
 from shardwright.optimizers.registry import OPTIMIZERS
+from shardwright.plan.offload import check_offload
 from shardwright.plan.process_groups import communicator_bytes, communicators
 from shardwright.plan.schedules.closed_form import step_time
 from shardwright.plan.schedules.registry import schedule_of
@@ -77,7 +80,9 @@ def evaluate(plan: Plan, profiles: Profiles, costs: CostModel | None = None, tim
     Raises BadInput for a field that has no price, and when a profile is of another model, device or precision, or lacks
     a point.
     """
-    check_fields(plan, f"plan {plan.name}", "the cost model", ("optimizer", "precision.base", "loss_chunks"))
+    known = ("optimizer", "precision.base", "loss_chunks", "layers.offload")
+    check_fields(plan, f"plan {plan.name}", "the cost model", known)
+    check_offload(plan, f"plan {plan.name}")
     check_profiles(profiles, plan.model, plan.cluster, plan.precision, plan.attention, plan.compile)
     costs = cost_model_of(plan, profiles) if costs is None else costs
     ranges = range_costs(plan, costs)
@@ -101,6 +106,8 @@ def evaluate(plan: Plan, profiles: Profiles, costs: CostModel | None = None, tim
         timeline=_timeline(simulation),
     )
     priced = {warning for each in ranges for warning in each.warnings}
+    if any(layer.offloads_optimizer for layer in plan.layers):
+        priced.add("assumed: offloaded states are copied at the cluster's host_bytes_per_s, overlapped with nothing")
     if more and not timeline:
         priced.add(f"{more} of {plan.num_microbatches} microbatches were taken to pass as those before; no timeline")
     warnings, used = (*provenance_warnings(plan, profiles), *sorted(priced)), profiles.used(plan.cluster)
@@ -156,6 +163,7 @@ def _stage_prediction(stage: StageCosts, profiles: Sequence[Profiles], held: int
         time_terms_s={name: time_ps / _PER_SECOND for name, time_ps in times_ps.items()},
         memory_bytes=sum(memory_terms.values()),
         memory_terms_bytes=memory_terms,
+        host_bytes=stage.sum_of("memory.host") or UNSET,
     )
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from shardwright.plan.schedules.closed_form import step_time
 from shardwright_search.solver.interleaved_bounds import InterleavedBounds
-from shardwright_search.solver.interleaved_labels import Chain, ChunkLabels, Comparison, passes_of
+from shardwright_search.solver.interleaved_labels import Chain, ChunkLabels, Comparison, hosted, passes_of
 from shardwright_search.solver.interleaved_problem import InFlight, InterleavedProblem, Place
 from shardwright_search.solver.partition import PricedSolution
 from shardwright_search.solver.problem import Options, Solution
@@ -73,7 +73,7 @@ class Interleaved:
     def _levels(self, below_ps: float, tick: Callable[[int], None], extended: int | None = None) -> list[ChunkLabels]:
         """Return labels of the first positions, from zero on; if not all, only a limited number of each is extended."""
         none, zero = np.zeros(1), np.zeros(1, np.int64)
-        chain = Chain(none, none, none, none, none, none, none, zero, zero)
+        chain = Chain(none, none, none, none, none, none, none, none, zero, zero)
         levels = [ChunkLabels((chain,) * len(self._problem.spans.ranges), zero, zero)]
         for position in range(len(self._problem.positions)):
             tick(len(levels[-1].parent))
@@ -181,6 +181,8 @@ class Interleaved:
         objective = step_time(problem.closed_forms, times.sum(0), times.max(0), exposed.max(0))
         objective = objective + problem.tied_ps[ends[0].input_layout, ends[1].output_layout]
         fits = self._peak_bytes(labels, *ends) <= problem.group.budget_bytes
+        if problem.group.offloads:
+            fits = fits & (np.max(hosted(problem, labels.chains), 0) <= problem.group.host_budget_bytes)
         if problem.lacking[0] == len(problem.positions):
             fits = fits & (ends[0].output_layout == labels.chains[0].output_layout)
         return _Whole(np.where(fits, objective, np.inf), label, first, last)

@@ -29,6 +29,7 @@ class Chain(NamedTuple):
     """The most that one microbatch holds on its way."""
     making_bytes: Numbers
     """The most that it holds in a backward pass that makes the gradients on its way."""
+    host_bytes: Numbers
     input_layout: Ints
     output_layout: Ints
 
@@ -54,6 +55,7 @@ class Chain(NamedTuple):
             self.gradient_bytes + options.late_bytes + options.sum_bytes,
             memory.peak[:, 0],
             memory.peak[:, 1],
+            self.host_bytes + options.host_bytes,
             options.input_layout if first else self.input_layout,
             options.output_layout,
         )
@@ -119,7 +121,8 @@ class Comparison:
         few = m < problem.pp_size or bool((labels.chains[0].time_ps < 2 * m).any())
         times, exposed = (np.stack([chain[number] for chain in labels.chains]) for number in range(2))
         costs = [by_time @ times + by_exposed @ exposed for by_time, by_exposed in self._costs(1 + few)]
-        return np.stack([*costs, *(sum_of.bytes(labels.chains) for sum_of in self.held)], 1)
+        hosts = hosted(problem, labels.chains) if problem.group.offloads else []
+        return np.stack([*costs, *(sum_of.bytes(labels.chains) for sum_of in self.held), *hosts], 1)
 
     def _costs(self, forms: int) -> Iterator[tuple[Numbers, Numbers]]:
         """Yield how often T counts the time and U of each range."""
@@ -133,6 +136,13 @@ class Comparison:
             for slowest in distinct:
                 for last in distinct:
                     yield form.fill * total + form.steady * slowest, form.once * last
+
+
+def hosted(problem: InterleavedProblem, chains: Sequence[Chain]) -> list[Numbers]:
+    """Return the host memory that stages of each place take, by label; embedding and head take none."""
+    v = problem.num_chunks
+    counts = (problem.by_span(place, v, place is not Place.MIDDLE) for place in problem.places)
+    return [np.asarray(sum(n * chain.host_bytes for n, chain in zip(each, chains, strict=True))) for each in counts]
 
 
 def _sums_of_moments(problem: InterleavedProblem) -> Iterator[_Held]:

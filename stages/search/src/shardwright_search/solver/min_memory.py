@@ -15,6 +15,8 @@ from shardwright_search.step.cached_method import cached_method
 from shardwright_search.step.memory import StageMemory, no_layers
 from shardwright_search.step.pareto import Ints, Numbers, non_dominated, pairs
 
+_NEVER_FITS = 2**52
+"""Bytes: more than any plan needs."""
 _ROUNDING = 1e-12
 """More than the share by which floating-point sums of bytes are off."""
 
@@ -45,9 +47,11 @@ def _even(problem: Problem) -> Iterator[tuple[Solution, PlanCost]]:
 
 
 def _missing_bytes(problem: Problem, solution: Solution, cost: PlanCost) -> int:
-    """Return the largest excess over a stage's budget; negative or 0 if the plan fits."""
-    budgets = (problem.device_groups[group].budget_bytes for group in solution.device_groups)
-    return max(int(used - budget) for used, budget in zip(cost.memory_bytes, budgets, strict=True))
+    """Return the largest excess over a stage's budget; negative or 0 if the plan fits. Host memory must suffice."""
+    groups = [problem.device_groups[group] for group in solution.device_groups]
+    if any(used > group.host_budget_bytes for used, group in zip(cost.host_bytes, groups, strict=True)):
+        return int(_NEVER_FITS)
+    return max(int(used - group.budget_bytes) for used, group in zip(cost.memory_bytes, groups, strict=True))
 
 
 def _even_groups(problem: Problem) -> tuple[int, ...]:
@@ -199,6 +203,7 @@ class _MemoryLabels(NamedTuple):
     """Ways to treat a run: none with the same layouts holds less."""
 
     memory: StageMemory
+    host_bytes: Numbers
     received_layout: Ints
     output_layout: Ints
 
@@ -247,27 +252,30 @@ class _RunPeaks:
             width = costs.group.width
             layouts = np.zeros(1, np.int64) if before < 0 else self._problem.layouts_of_width[width]
             received = np.zeros(1) if before < 0 else self._problem.boundary_bytes[before][layouts]
-            return _MemoryLabels(no_layers(costs.phases, received), layouts, layouts)
+            return _MemoryLabels(no_layers(costs.phases, received), np.zeros(len(layouts)), layouts, layouts)
         # Runs share their beginnings, which are cached.
         shorter, kind = self._labels(before, layers[:-1]), layers[-1]
-        kept = _leanest(shorter.memory, shorter.received_layout)
+        kept = _leanest(shorter.memory, shorter.host_bytes, shorter.received_layout)
         parent, option = pairs(kept, len(costs.options[kind].time_ps))
         if len(layers) == 1 and self._start is Start.IN_PLACE:
             fits = shorter.received_layout[parent] == costs.options[kind].input_layout[option]
             parent, option = parent[fits], option[fits]
+        host = shorter.host_bytes[parent] + costs.options[kind].host_bytes[option]
+        enough = host <= costs.group.host_budget_bytes
+        parent, option, host = parent[enough], option[enough], host[enough]
         memory = shorter.memory.take(parent).then(costs.memory[kind].take(option))
         received = shorter.received_layout[parent]
         output = np.zeros_like(option) if self._is_last(layers) else costs.options[kind].output_layout[option]
-        rows = _leanest(memory, received * self._problem.num_layouts + output)
-        return _MemoryLabels(memory.take(rows), received[rows], output[rows])
+        rows = _leanest(memory, host, received * self._problem.num_layouts + output)
+        return _MemoryLabels(memory.take(rows), host[rows], received[rows], output[rows])
 
     def _is_last(self, layers: tuple[int, ...]) -> bool:
         """Return whether a run ends with the head, which has no output."""
         return layers[-1] == self._problem.layers[-1]
 
 
-def _leanest(memory: StageMemory, key: Ints) -> Ints:
-    return non_dominated(np.concatenate(memory, 1), key)
+def _leanest(memory: StageMemory, host: Numbers, key: Ints) -> Ints:
+    return non_dominated(np.column_stack([*memory, *[host] * bool(host.any())]), key)
 
 
 def _missing(plan: MinMemory) -> int:

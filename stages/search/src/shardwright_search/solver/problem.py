@@ -19,7 +19,7 @@ from shardwright_search.step.memory import LayerMemory, Phase, layer_memory, no_
 from shardwright_search.step.pareto import Ints, Numbers
 
 _NEVER_FITS = 2.0**52
-"""Bytes: more than any device has."""
+"""Bytes: more than any device or host has."""
 Position = tuple[int, ...]
 """Resources that the stages so far take up, such as ranks; all else that stages can be on follows from it."""
 Moves = Mapping[Position, tuple[tuple[int, Position], ...]]
@@ -69,6 +69,8 @@ class Options(NamedTuple):
     """Bytes of one microbatch in flight."""
     workspace_bytes: Numbers
     """Bytes held for a moment, in the layer's own forward or backward pass."""
+    host_bytes: Numbers
+    """Bytes of host memory, all step long."""
     input_layout: Ints
     """Number of the layout the layer works in; of the embedding the class of tied parameters."""
     output_layout: Ints
@@ -78,7 +80,7 @@ class Options(NamedTuple):
     def none(cls, layout: int) -> "Options":
         """Return one option that never fits, for a type that is in no stage of a device group."""
         zero, number = np.zeros(1), np.array([layout])
-        return cls(zero, zero, np.array([_NEVER_FITS]), zero, zero, zero, zero, number, number)
+        return cls(zero, zero, np.array([_NEVER_FITS]), zero, zero, zero, zero, zero, number, number)
 
     def take(self, rows: Ints | int) -> "Options":
         """Return the options in these rows."""
@@ -105,6 +107,13 @@ class DeviceGroup(msgspec.Struct, frozen=True, dict=True, eq=False):
     """Budget of one rank, without the process's memory."""
     width: int = 1
     """Ranks of a stage; exactly the stages of equal width have the same layouts."""
+    host_budget_bytes: float = _NEVER_FITS
+    """Budget of one rank in host memory."""
+
+    @cached_property
+    def offloads(self) -> bool:
+        """True if some option takes host memory."""
+        return any(bool(o.host_bytes.any()) for o in self.options)
 
     @cached_property
     def keeps_sums(self) -> bool:
@@ -307,12 +316,19 @@ class PlanCost(NamedTuple):
     objective_ps: int
     memory_bytes: tuple[int, ...]
     """Bytes of a rank by pipeline stage, without the process's memory."""
+    host_bytes: tuple[int, ...]
+    """Bytes of host memory."""
+
+    def fits(self, groups: Sequence[DeviceGroup]) -> bool:
+        """Return whether each stage fits on its device group, in both memories."""
+        stages = zip(self.memory_bytes, self.host_bytes, groups, strict=True)
+        return all(used <= on.budget_bytes and host <= on.host_budget_bytes for used, host, on in stages)
 
 
 def price(problem: Problem, solution: Solution) -> PlanCost:
     """Return T and memory of one plan, added up layer by layer."""
     numbers, position = solution.device_groups, problem.start_position
-    time, exposed, memory = np.zeros(problem.pp_size), np.zeros(problem.pp_size), list[int]()
+    (time, exposed, host), memory = np.zeros((3, problem.pp_size)), list[int]()
     before, layout = 0, 0
     for stage, (first, end) in enumerate(pairwise((0, *solution.ends))):
         group, parts = problem.device_groups[numbers[stage]], problem.phases(stage)
@@ -331,6 +347,7 @@ def price(problem: Problem, solution: Solution) -> PlanCost:
             option = group.options[kind].take(solution.options[number])
             time[stage] += option.time_ps
             exposed[stage] += option.exposed_ps
+            host[stage] += option.host_bytes
             held = held.then(option.memory(parts))
             if number:
                 time[stage] += group.redistribution_ps[before, layout, option.input_layout]
@@ -340,4 +357,4 @@ def price(problem: Problem, solution: Solution) -> PlanCost:
     embedding = problem.device_groups[numbers[0]].options[problem.layers[0]]
     tied_ps = problem.tied_ps[embedding.input_layout[solution.options[0]], layout]
     objective = problem.closed_form.time(float(time.sum()), float(time.max()), float(exposed.max()))
-    return PlanCost(int(objective + tied_ps), tuple(memory))
+    return PlanCost(int(objective + tied_ps), tuple(memory), tuple(map(int, host)))

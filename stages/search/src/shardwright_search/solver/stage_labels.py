@@ -14,6 +14,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwright_search.solver.configuration_bounds import StageKind, TargetRun
 from shardwright_search.solver.problem import Problem, Start
@@ -34,6 +35,7 @@ class RunLabels(NamedTuple):
     resident: Numbers
     """[labels, phases], in bytes, as is the peak."""
     peak: Numbers
+    host_bytes: Numbers
     received_layout: Ints
     output_layout: Ints
     parent: Ints
@@ -90,6 +92,8 @@ class StageLabels:
         self.num_layouts = max(int(max(o.output_layout.max(), o.input_layout.max())) for o in costs.options) + 1
         # The most that a layer of each type adds to resident or peak bytes of any phase, and any one's own pass.
         self._max_added = [float((o.static + np.maximum(o.activation, o.late)).max()) for o in costs.memory]
+        self._offloads = costs.group.offloads
+        self._max_hosted = [float(o.host_bytes.max()) for o in costs.options]
         self._max_working = max(float((o.activation + o.workspace).max()) for o in costs.memory)
         self._max_sent = float(problem.boundary_bytes.max()) if problem.pp_size > 1 else 0.0
         self.reached: dict[int, RunLabels] = {}
@@ -110,7 +114,8 @@ class StageLabels:
         layouts = np.zeros(1, np.int64) if is_first else self._layouts
         received = np.zeros(1) if is_first else self.problem.boundary_bytes[before][layouts]
         none = np.zeros(len(layouts))
-        return RunLabels(none, none, *no_layers(self.costs.phases, received), layouts, layouts, layouts, layouts, None)
+        memory = no_layers(self.costs.phases, received)
+        return RunLabels(none, none, *memory, none, layouts, layouts, layouts, layouts, None)
 
     def extend(self, labels: RunLabels, depth: int, reachable: Reachable) -> None:
         """Extend labels along the tree of all target runs from their common beginning, which may be thousands deep."""
@@ -174,6 +179,7 @@ class StageLabels:
             time,
             labels.exposed_ps[parent] + options.exposed_ps[option],
             *labels.memory.take(parent).then(self.costs.memory[kind].take(option)),
+            labels.host_bytes[parent] + options.host_bytes[option],
             options.input_layout[option] if before < 0 else labels.received_layout[parent],
             options.output_layout[option],
             parent,
@@ -189,6 +195,9 @@ class StageLabels:
         # Resident bytes only matter to what is still to come.
         if most or self._max_sent:
             memory += list(np.maximum(following.resident.T, never - self._max_working))
+        if self._offloads:
+            most = max(sum(self._max_hosted[k] for k in layers) for layers, _ in rest)
+            memory.append(np.maximum(following.host_bytes, self.costs.group.host_budget_bytes - most))
         return self._undominated(following, memory)
 
     def worth_extending(self, labels: RunLabels, before: int) -> Ints:
@@ -200,6 +209,7 @@ class StageLabels:
             return rows
         alive = np.ones(len(rows), bool)
         memory, received = [*labels.resident.T, *labels.peak.T], labels.received_layout
+        memory += [labels.host_bytes] * self._offloads
         columns = np.stack([*self.problem.objectives(labels.time_ps, labels.exposed_ps), *memory], 1)
         for layout in self._layouts:
             same = labels.output_layout == layout
@@ -220,7 +230,7 @@ class StageLabels:
 
     def _reaching(self, labels: RunLabels, rests: Sequence[Rest]) -> Ints:
         """Return the labels that fit, and whose bound with the rest of some target is within its caps."""
-        fitting = labels.peak.max(1) <= self.costs.group.budget_bytes
+        fitting = self._fitting(labels)
         keep = np.zeros(len(fitting), bool)
         for rest, caps in rests:
             rows = np.flatnonzero(fitting & ~keep)
@@ -239,10 +249,7 @@ class StageLabels:
         assert self._max_labels is not None
         # Lengths in between need labels much like their neighbours'.
         some = np.unique(np.linspace(0, len(rests) - 1, _LENGTHS).round().astype(int))
-        fitting, few = (
-            np.flatnonzero(labels.peak.max(1) <= self.costs.group.budget_bytes),
-            self._max_labels // len(some),
-        )
+        fitting, few = np.flatnonzero(self._fitting(labels)), self._max_labels // len(some)
         keep = np.zeros(len(labels.time_ps), bool)
         for rest, caps in (rests[number] for number in some):
             costs = zip(self.weights, caps, strict=True)
@@ -252,6 +259,11 @@ class StageLabels:
             best = below if len(below) <= few else below[np.argpartition(over[below], few)[:few]]
             keep[fitting[best]] = True
         return np.flatnonzero(keep)
+
+    def _fitting(self, labels: RunLabels) -> NDArray[np.bool_]:
+        """Return which labels fit so far, in both memories."""
+        group = self.costs.group
+        return np.asarray((labels.peak.max(1) <= group.budget_bytes) & (labels.host_bytes <= group.host_budget_bytes))
 
     def _least(self, labels: RunLabels, rows: Ints, weights: Weights, rest: tuple[int, ...]) -> Numbers:
         """Return the least cost of a run that contains each of the rows, with its remaining layers."""

@@ -264,5 +264,6 @@ def _useful(options: Options, parts: tuple[Phase, ...]) -> Ints:
     # More U for less A is no loss as long as A + U does not grow.
     columns = [options.time_ps, options.time_ps + options.exposed_ps]
     columns += [*peak.T, *(peak + memory.activation + memory.workspace).T, *end.T]
+    columns += [options.host_bytes] * bool(options.host_bytes.any())
     key = options.input_layout * (int(options.output_layout.max()) + 1) + options.output_layout
     return np.sort(non_dominated(np.stack(columns, 1), key))

@@ -110,9 +110,14 @@ def allowed_bytes(plan: Plan, estimate: Estimate, budgets: Mapping[str, int]) ->
 
 
 def over_bytes(plan: Plan, estimate: Estimate, budgets: Mapping[str, int]) -> tuple[int, ...]:
-    """Return by how many bytes a rank of each stage exceeds its budget; 0 or less: it fits."""
+    """Return by how many bytes a rank of each stage exceeds its budget, or that of its host; 0 or less: it fits."""
     allowed = allowed_bytes(plan, estimate, budgets)
-    return tuple(stage.memory_bytes - most for stage, most in zip(estimate.stages, allowed, strict=True))
+    over = [stage.memory_bytes - most for stage, most in zip(estimate.stages, allowed, strict=True)]
+    for number, (stage, place) in enumerate(zip(estimate.stages, plan.stages, strict=True)):
+        if stage.host_bytes is not UNSET:
+            host_bytes = min(plan.cluster.of_rank(rank).host_bytes for rank in place.ranks)
+            over[number] = max(over[number], stage.host_bytes - host_bytes)
+    return tuple(over)
 
 
 def _default_gib(device_bytes: int) -> float:
@@ -243,7 +248,8 @@ def _lacking(
 def states_beyond_budget(instance: Instance) -> int:
     """Return by how many bytes a rank's share of all states exceeds its budget when fully sharded; 0: it fits.
 
-    States are the parameters as stored, and of trained ones gradients in the smaller format and the optimizer's states.
+    States are the parameters as stored, and of trained ones gradients in the smaller format and the optimizer's states,
+    if these are not offloaded.
     """
     costs, counts = instance.costs, Counter(instance.costs.cluster.node_type_of_rank)
     stored, reduced = ITEMSIZE[costs.precision.parameters], ITEMSIZE[costs.precision.reduce]
@@ -251,7 +257,8 @@ def states_beyond_budget(instance: Instance) -> int:
     base = costs.precision.base
     frozen = stored if base is UNSET else BASE_BITS[base] / 8
     states = trained * (stored + min(stored, reduced)) + int((parameters - trained) * frozen)
-    states += costs.optimizer.state_bytes(trained * stored, costs.precision.parameters)
+    if not instance.request.offloads:
+        states += costs.optimizer.state_bytes(trained * stored, costs.precision.parameters)
     budgets = sum(count * instance.budgets[name] for name, count in counts.items())
     return max(0, (states - budgets) // counts.total())
 

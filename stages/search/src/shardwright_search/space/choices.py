@@ -9,7 +9,7 @@ from math import gcd, lcm, prod
 from typing import NamedTuple
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from shardwright.plan.axes import Layout, axes_of, expert_strategies_on, layout_of, strategy_on
@@ -20,6 +20,7 @@ from shardwright.types.strategy import (
     ContextParallel,
     DataParallel,
     LayerStrategy,
+    Offload,
     Recompute,
     SequenceParallel,
     Strategy,
@@ -139,8 +140,10 @@ class LayerChoices(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     def as_type(self, strategy: LayerStrategy, type_name: str) -> LayerStrategy:
         """Return the equivalent strategy for another layer type, which may have no experts."""
-        lacks = self.model.types[type_name].experts is UNSET
-        return replace(strategy, type=type_name, experts=UNSET if lacks else strategy.experts)
+        kind = self.model.types[type_name]
+        experts = UNSET if kind.experts is UNSET else strategy.experts
+        offload = strategy.offload if kind.trained_parameters else UNSET
+        return replace(strategy, type=type_name, experts=experts, offload=offload)
 
     def gathered_tokens(self, strategy: Strategy, samples: int) -> int:
         """Return the tokens that Megatron's sequence parallelism gathers whole."""
@@ -176,8 +179,21 @@ def shardings(request: SearchRequest, model: Model, type_name: str, stage_size: 
         layers = (LayerStrategy(**fields, type=type_name, context=context) for context in contexts)
         shared = (each for layer in layers for each in (layer, *_with_experts(request, model, layer, stage_size)))
         fitting = [layer for layer in shared if misfit(model, type_name, layer) is None]
-        strategies |= {replace(layer, recompute=recompute) for layer in fitting for recompute in kinds}
-    return tuple(sorted(strategies, key=lambda strategy: (shares_experts(strategy), strategy)))
+        treated = product(fitting, kinds, _offloads(request, model, type_name))
+        strategies |= {replace(layer, recompute=recompute, offload=offload) for layer, recompute, offload in treated}
+    return tuple(sorted(strategies, key=_order))
+
+
+def _order(strategy: Strategy) -> tuple[bool, bool, Strategy]:
+    """Return a key that sorts strategies; those with a field that others lack come last."""
+    return shares_experts(strategy), isinstance(strategy, LayerStrategy) and strategy.offloads_optimizer, strategy
+
+
+def _offloads(request: SearchRequest, model: Model, type_name: str) -> Iterator[Offload | UnsetType]:
+    """Yield what layers of a type may offload; one without trained parameters has nothing to."""
+    yield UNSET
+    if request.offloads and model.types[type_name].trained_parameters:
+        yield Offload.OPTIMIZER
 
 
 def _grids(request: SearchRequest, outer: OuterSpace, stage_size: int) -> Iterator[Strategy]:

@@ -9,10 +9,12 @@ import msgspec
 from msgspec import Meta
 
 from shardwright.io import Document, Removed, Value
+from shardwright.optimizers.registry import OPTIMIZERS
+from shardwright.plan.offload import can_offload
 from shardwright.types.attention import Attention
 from shardwright.types.limits import Count, Gib, Name, NonNegativeCount, NonNegativeNumber, Sha256, Share
 from shardwright.types.plan import GradientReduction, OptimizerName, Precision, Schedule
-from shardwright.types.strategy import ContextParallel, DataParallel, Recompute, SequenceParallel
+from shardwright.types.strategy import ContextParallel, DataParallel, Offload, Recompute, SequenceParallel
 from shardwright_search.cost_model.time_model import TimeModel
 
 _MAX_BATCH_SIZES = 10_000
@@ -176,6 +178,9 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Kinds of sequence parallelism."""
     recompute: Annotated[tuple[Recompute, ...], Meta(min_length=1)] = (Recompute.NONE, Recompute.FULL)
     """Kinds of activation recomputation."""
+    offload: Annotated[tuple[Offload, ...], Meta(min_length=1)] = (Offload.NONE,)
+    """States that a layer may keep in host memory; the cluster's node types need `host_memory_gib` and
+    `host_bytes_per_s`."""
     embedding: OuterSpace = OuterSpace()
     """Strategies of the embedding."""
     head: OuterSpace = OuterSpace()
@@ -207,8 +212,15 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
         asked = get_args(OptimizerName) if self.optimizer == "any" else self.optimizer
         return (asked,) if isinstance(asked, str) else tuple(dict.fromkeys(asked))
 
+    @property
+    def offloads(self) -> bool:
+        """Return whether optimizer states may be in host memory."""
+        return Offload.OPTIMIZER in self.offload
+
     def __post_init__(self) -> None:
         _check_degrees(self)
+        if Offload.NONE not in self.offload:
+            raise ValueError("offload: list none, too: each layer chooses")
         batch = self.global_batch_size
         if not isinstance(batch, BatchRange):
             return
@@ -230,8 +242,15 @@ def _check_degrees(request: SearchRequest) -> None:
 
 
 def of_each_optimizer(request: SearchRequest) -> tuple[SearchRequest, ...]:
-    """Return one request for each optimizer that the request lists."""
-    return tuple(msgspec.structs.replace(request, optimizer=name) for name in request.optimizers)
+    """Return one request for each optimizer that the request lists; of several, those that cannot do not offload."""
+    several = len(request.optimizers) > 1
+    none = (Offload.NONE,)
+    return tuple(
+        msgspec.structs.replace(
+            request, optimizer=name, offload=none if several and not can_offload(OPTIMIZERS[name]) else request.offload
+        )
+        for name in request.optimizers
+    )
 
 
 def batch_sizes(request: SearchRequest) -> Sequence[int]:

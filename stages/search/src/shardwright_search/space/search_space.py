@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec import UNSET
 
 from shardwright.io import BadInput
 from shardwright.optimizers.registry import OPTIMIZERS
+from shardwright.plan.offload import can_offload
 from shardwright.types import Cluster, LayerStrategy, Model, Strategy
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.profiles import Profiles, check_profiles
@@ -285,6 +287,7 @@ def space_of(
     if len(request.optimizers) > 1:
         raise BadInput(file, f"optimizer: {', '.join(request.optimizers)} are several", "name one here")
     check_profiles(profiles, model, cluster, request.precision, request.attention, request.compile)
+    _check_offload(request, cluster, file)
     request = with_spare(request, cluster, profiles)
     sizes = budgets_of(request, cluster, file)
     profiled = set.intersection(*({key.tp_size for key in each.layers} for each in profiles.used(cluster)))
@@ -308,6 +311,20 @@ def space_of(
         request.loss_chunks,
     )
     return SearchSpace(Instance.made(request, costs, budgets), file, demands)
+
+
+def _check_offload(request: SearchRequest, cluster: Cluster, file: Path) -> None:
+    """Raise BadInput if layers may offload what an optimizer or a node type does not let them."""
+    if not request.offloads:
+        return
+    if not can_offload(OPTIMIZERS[request.optimizers[0]]):
+        problem = f"offload: {request.optimizers[0]} updates whole matrices, of all layers at once"
+        raise BadInput(file, problem, "leave out offload, or take another optimizer")
+    for name in dict.fromkeys(cluster.node_type_of_rank):
+        for field in ("host_memory_gib", "host_bytes_per_s"):
+            if getattr(cluster.node_types[name], field) is UNSET:
+                problem = f"offload: node type {name} of cluster {cluster.name} has no {field}"
+                raise BadInput(file, problem, "add it to the cluster file")
 
 
 def _without_process(budget_bytes: int, profiles: Profiles, communicates: bool) -> int:

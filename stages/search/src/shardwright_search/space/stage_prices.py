@@ -175,7 +175,7 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
         handed_on = (tensor.features for kind in self.costs.model.types.values() for tensor in kind.outputs)
         features = max(handed_on)
         buffer_bytes = (choice.buffer_tokens or 0) * features * self.costs.compute_bytes
-        size = self.communicator_bytes(topology)
+        size, types = self.communicator_bytes(topology), self.costs.cluster.node_types
         options = (self._options(name, choice, topology, single_microbatch) for name in self.types)
         if size:
             held = (size * self._num_groups(name, choice, topology) for name in self.types)
@@ -186,6 +186,7 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
             redistribution_ps=self._moves(choice.free, topology),
             budget_bytes=self.budget_bytes(topology) - buffer_bytes - communicator_bytes({Purpose.EDGE: edges}, size),
             width=topology.size,
+            host_budget_bytes=min(float(types[name].host_bytes) for name in topology.type_names),
         )
 
     @cached_method

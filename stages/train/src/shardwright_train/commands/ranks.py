@@ -19,6 +19,7 @@ from shardwright.launch.lock import only_run, scratch_folder
 from shardwright.launch.meeting import meeting_of
 from shardwright.launch.nodes import Nodes, check_all_nodes
 from shardwright.launch.ranks import EXPANDABLE, allocator_setting, launch
+from shardwright.plan.offload import check_host_memory
 from shardwright.types import (
     Attention,
     ContextProbe,
@@ -294,6 +295,15 @@ def check_plan(plan: Plan, file: object, nodes: Nodes) -> None:
     device_type_of(plan.cluster, file)
     check_installed(plan, file)
     check_accelerator(plan.cluster, nodes.rank, file)
+    if any(layer.offloads_optimizer for layer in plan.layers):
+        check_host_memory(plan, nodes.ranks_here(plan.cluster), _free_host_bytes(), file)
+
+
+def _free_host_bytes() -> int:
+    """Return the bytes of this machine's memory that Linux counts as available."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    kib = next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return int(kib) * 1024
 
 
 def _check_folders(*folders: Path | None) -> None:

@@ -43,7 +43,8 @@ class Engine:
         parameters, replicas = self.stage.parameters_by_name(), self.stage.replicas()
         names, biases, context = self.stage.stock_names(), self.stage.router_biases(), self.stage.context
         given = parameters, self.settings, replicas, self.updates, names, biases
-        return ShardedOptimizer(*given, context.plan.optimizer, context.groups, held_matrices(self.stage))
+        held, offloaded = held_matrices(self.stage), offloaded_parameters(self.stage)
+        return ShardedOptimizer(*given, context.plan.optimizer, context.groups, held, offloaded)
 
     def forward_backward(self, step: Step, hook: StepHook = no_hook) -> Tensor:
         """Run forward and backward of a global batch; see `run_step`."""
@@ -77,6 +78,14 @@ class Engine:
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint by name: parameters, and the optimizer states of trained ones."""
         return {**self.optimizer.parameters, **self.optimizer.state()}
+
+
+def offloaded_parameters(stage: Stage) -> frozenset[str]:
+    """The names of a stage's parameters whose optimizer states stay in host memory."""
+    blocks = enumerate(stage.context.plan.layers)
+    layers = {f"layers[{number}]" for number, strategy in blocks if strategy.offloads_optimizer}
+    named = zip(stage.parameters(), stage.parameters_by_name(), strict=True)
+    return frozenset(name for (layer, _, _), name in named if layer.name in layers)
 
 
 def held_matrices(stage: Stage) -> dict[str, Held]:

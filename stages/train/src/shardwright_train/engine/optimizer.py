@@ -7,8 +7,9 @@ them.
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +18,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardwright.optimizers.registry import OPTIMIZERS
 from shardwright_train.engine.homes import Held
+from shardwright_train.engine.host import States, host_of
 from shardwright_train.engine.learning_rate import Hyperparameters, ParameterGroup, group_of
-from shardwright_train.engine.updates import UPDATES, initial_states, tensors_of
+from shardwright_train.engine.updates import UPDATES, initial_states, moved_states, tensors_of
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.experts import RouterBiases
 from shardwright_train.parallel.process_groups import Groups
@@ -34,7 +36,8 @@ class ShardedOptimizer:
     parameter's learning rate is the step's times its factor. Both depend on its name in the stock model (`stock_names`
     for tied parameters), so that all replicas are in the same group. `replicas` are tied copies whose gradients another
     parameter already counts in the norm. Frozen parameters have no states; `router_biases` are corrected by counts
-    instead. The states start at zero, and bias correction continues after `updates` steps.
+    instead. The states start at zero, and bias correction continues after `updates` steps. Those of `offloaded`
+    parameters stay in host memory; they are updated after all others, one parameter after another.
     """
 
     def __init__(
@@ -48,33 +51,33 @@ class ShardedOptimizer:
         optimizer: str = "adamw",
         groups: Groups | None = None,
         matrices: Mapping[str, Held] | None = None,
+        offloaded: Set[str] = frozenset(),
     ) -> None:
         self._router_biases = router_biases
         self.parameters, self.settings = parameters, settings
         self._trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         self._counted = [parameter for name, parameter in self._trained.items() if name not in replicas]
         self._local = {name: nn.Parameter(local_tensor(p.detach())) for name, p in self._trained.items()}
-        by_group = defaultdict[ParameterGroup, list[nn.Parameter]](list)
-        for name, parameter in self._trained.items():
-            stock_name = (stock_names or {}).get(name, name)
-            asked = settings.learning_rate_factors, settings.decay_norms_and_biases
-            by_group[group_of(stock_name, parameter.dim(), *asked)].append(self._local[name])
-        given = [
-            {
-                "params": members,
-                "lr": settings.learning_rate,
-                "weight_decay": settings.weight_decay * group.decays,
-                "factor": group.factor,
-            }
-            for group, members in (by_group or {ParameterGroup(decays=False, factor=1.0): []}).items()
-        ]
-        self._rule = UPDATES[optimizer](given, settings)
+        asked, names = (settings.learning_rate_factors, settings.decay_norms_and_biases), stock_names or {}
+        group_by_name = {name: group_of(names.get(name, name), p.dim(), *asked) for name, p in self._trained.items()}
+
+        def rule_of(members: Iterable[str]) -> torch.optim.Optimizer:
+            given = _groups(settings, {name: group_by_name[name] for name in members}, self._local)
+            return UPDATES[optimizer](given, settings)
+
+        self._rule = rule_of(name for name in self._trained if name not in offloaded)
+        self._offloaded = {name: rule_of([name]) for name in self._trained if name in offloaded}
+        """The updates of parameters whose states are in host memory."""
         device = local_tensor(next(iter(parameters.values()))).device
+        self.host = host_of(device)
         replicas_of = [_replicas(parameter) for parameter in self._counted]
         self._replicas = torch.tensor(replicas_of, dtype=torch.float64, device=device)
         for name, local in self._local.items():
             given_of = self._trained[name], local.detach(), updates, groups, (matrices or {}).get(name)
-            self._rule.state[local] = initial_states(OPTIMIZERS[optimizer], *given_of)
+            states = initial_states(OPTIMIZERS[optimizer], *given_of)
+            if name in self._offloaded:
+                states |= {key: self.host.kept(x) for key, x in moved_states(states).items()}
+            self._states_of(name).update(states)
 
     def step(self, step: int, loss: Tensor, stop: bool, loss_scale: float = 1.0, save: bool = False) -> "StepOutcome":
         """Clip by the global norm, update, and free the gradients; `step` counts from 1.
@@ -108,13 +111,27 @@ class ShardedOptimizer:
 
     def state(self) -> dict[str, Tensor]:
         """The states as DTensors with their parameters' layout, under `optim.<parameter>.<state>`."""
-        kept = {name: tensors_of(p, self._rule.state[self._local[name]]) for name, p in self._trained.items()}
+        kept = {name: tensors_of(p, self._states_of(name)) for name, p in self._trained.items()}
         return {f"optim.{name}.{state}": x for name, states in kept.items() for state, x in states.items()}
 
     @property
     def state_bytes(self) -> int:
-        """Return the bytes of the optimizer states on this rank."""
-        return sum(local_tensor(x).nbytes for x in self.state().values())
+        """Return the bytes of the optimizer states on this rank's device."""
+        return sum(
+            x.nbytes for name in self._trained if name not in self._offloaded for x in self._moved(name).values()
+        )
+
+    @property
+    def host_states(self) -> tuple[States, ...]:
+        """The states in host memory by parameter, in the order of their updates."""
+        return tuple(map(self._moved, self._offloaded))
+
+    def _moved(self, name: str) -> States:
+        return moved_states(self._states_of(name))
+
+    def _states_of(self, name: str) -> dict[str, Any]:
+        states: dict[str, Any] = self._offloaded.get(name, self._rule).state[self._local[name]]
+        return states
 
     def _peaks(self) -> Tensor:
         """Return a tensor with this rank's peak memory at its index, 0 for other ranks; float64 is exact here."""
@@ -153,11 +170,28 @@ class ShardedOptimizer:
                 foreach_mul_(gradients, scale / loss_scale)
             else:
                 divisor = (loss_scale / scale).float()
-        for group in self._rule.param_groups:
-            group["lr"] = learning_rate * group["factor"]
-        step_unless(self._rule, 1.0 - shared[:2].isfinite().all().float(), divisor)
+        forbidden = 1.0 - shared[:2].isfinite().all().float()
+        for rule in (self._rule, *self._offloaded.values()):
+            for group in rule.param_groups:
+                group["lr"] = learning_rate * group["factor"]
+        step_unless(self._rule, forbidden, divisor)
+        if self._offloaded:
+            self._update_offloaded(forbidden, divisor)
         for local in self._local.values():
             local.grad = None
+
+    def _update_offloaded(self, forbidden: Tensor, divisor: Tensor | None) -> None:
+        """Update the parameters whose states are in host memory, with copies of these on the device."""
+        rules = list(self._offloaded.items())
+
+        def update(number: int, copies: States) -> None:
+            name, rule = rules[number]
+            states, kept = self._states_of(name), self._moved(name)
+            states.update(copies)
+            step_unless(rule, forbidden, divisor)
+            states.update(kept)
+
+        self.host.update_each(self.host_states, update)
 
 
 @dataclass(frozen=True)
@@ -183,6 +217,24 @@ class StepOutcome:
     def finite(self) -> bool:
         """Return whether loss and gradient norm are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+def _groups(
+    settings: Hyperparameters, group_by_name: Mapping[str, ParameterGroup], local: Mapping[str, nn.Parameter]
+) -> list[dict[str, Any]]:
+    """The groups of an update with their members; without any, one that has none."""
+    by_group = defaultdict[ParameterGroup, list[nn.Parameter]](list)
+    for name, group in group_by_name.items():
+        by_group[group].append(local[name])
+    return [
+        {
+            "params": members,
+            "lr": settings.learning_rate,
+            "weight_decay": settings.weight_decay * group.decays,
+            "factor": group.factor,
+        }
+        for group, members in (by_group or {ParameterGroup(decays=False, factor=1.0): []}).items()
+    ]
 
 
 def _replicas(parameter: Tensor) -> int:

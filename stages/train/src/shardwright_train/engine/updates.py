@@ -229,11 +229,15 @@ def initial_states(
 
 def tensors_of(parameter: Tensor, states: Mapping[str, Any]) -> dict[str, Tensor]:
     """What a checkpoint has of a parameter's states, placed as the parameter is."""
-    kept = {name: x for name, x in states.items() if name not in ("step", _BLOCKS, _HELD)}
     return {
         name: states[_BLOCKS].placed(parameter, x) if name.endswith(_SCALES) else placed_as(parameter, x)
-        for name, x in kept.items()
+        for name, x in moved_states(states).items()
     }
+
+
+def moved_states(states: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The states of a parameter that checkpoints have and that offload moves: all but the count of steps."""
+    return {name: x for name, x in states.items() if name not in ("step", _BLOCKS, _HELD)}
 
 
 UPDATES: dict[str, Callable[[list[dict[str, Any]], Hyperparameters], torch.optim.Optimizer]] = {

@@ -11,6 +11,7 @@ from shardwright.models.context import WITHOUT_FLASH, plan_obstacle
 from shardwright.models.mtp import mtp_layers
 from shardwright.models.registry import FAMILIES
 from shardwright.plan.axes import axes_of
+from shardwright.plan.offload import check_offload
 from shardwright.plan.supported_fields import check_fields
 from shardwright.types import FP8, HEAD, Attention, Plan
 from shardwright_train.imports import without_collection
@@ -25,8 +26,9 @@ _WIDEST_HEAD = 256
 
 def check_supported(plan: Plan, file: object) -> None:
     """Raise BadInput naming the first part of a plan that the runtime does not support on any device."""
-    further = ("loss_chunks", "optimizer") if plan.optimizer in OPTIMIZERS_RUN else ("loss_chunks",)
+    further = ("loss_chunks", "layers.offload", *(["optimizer"] if plan.optimizer in OPTIMIZERS_RUN else []))
     check_fields(plan, file, "the runtime", further)
+    check_offload(plan, file)
     if mtp_layers(plan.model.layers):
         problem = "layers that predict further tokens (mtp) are estimated, not trained"
         raise BadInput(file, problem, "plan without --mtp, or export the plan to megatron")

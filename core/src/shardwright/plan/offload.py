@@ -1,0 +1,53 @@
+"""States that stay in host memory: which plans may have them, and their bytes."""
+
+from collections.abc import Iterable
+from math import prod
+
+from shardwright.io import BadInput
+from shardwright.optimizers.registry import OPTIMIZERS, Optimizer, Shard
+from shardwright.plan.chunks import chunk_layers
+from shardwright.plan.layout import parameter_box
+from shardwright.types import GIB, LayerStrategy, Plan
+
+
+def check_offload(plan: Plan, file: object) -> None:
+    """Raise BadInput if a plan keeps in host memory what its optimizer needs on the device all at once."""
+    offloads = next((i for i, layer in enumerate(plan.layers) if layer.offloads_optimizer), None)
+    if offloads is not None and not can_offload(OPTIMIZERS[plan.optimizer]):
+        problem = f"layers[{offloads}].offload: {plan.optimizer} updates whole matrices, of all layers at once"
+        raise BadInput(file, problem, "leave out offload, or take another optimizer")
+
+
+def can_offload(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer updates one parameter after another, so that states can come in turns."""
+    return not optimizer.whole_matrices
+
+
+def copied_bytes(sizes: Iterable[int]) -> int:
+    """Return the bytes of two buffers, each of which holds the states of any parameter, given these."""
+    return 2 * max(sizes, default=0)
+
+
+def host_states(plan: Plan, rank: int) -> tuple[int, ...]:
+    """Return the bytes of the states that a rank keeps in host memory, by parameter."""
+    optimizer, stage = OPTIMIZERS[plan.optimizer], plan.stage_of_rank(rank)
+    me, stored = plan.stages[stage].ranks.index(rank), plan.precision.parameters
+    sizes = []
+    for chunk in range(len(plan.stages[stage].layers)):
+        for _, kind, strategy in chunk_layers(plan, stage, chunk):
+            if not (isinstance(strategy, LayerStrategy) and strategy.offloads_optimizer):
+                continue
+            for parameter in plan.model.types[kind].trained_parameters:
+                lengths = [high - low for low, high in parameter_box(parameter, strategy, me)]
+                columns = lengths[-1] if len(lengths) > 1 else 0
+                sizes.append(optimizer.held_bytes([Shard(prod(lengths), parameter.shape, columns)], stored))
+    return tuple(sizes)
+
+
+def check_host_memory(plan: Plan, ranks: Iterable[int], free_bytes: int, file: object) -> None:
+    """Raise BadInput if the states that the ranks of a node keep in its memory exceed what is free of it."""
+    ranks = tuple(ranks)
+    needed = sum(sum(host_states(plan, rank)) for rank in ranks)
+    if needed > free_bytes:
+        states = f"its {len(ranks)} ranks here keep {needed / GIB:.2f} GiB of optimizer states in host memory"
+        raise BadInput(file, f"{states}, {free_bytes / GIB:.2f} GiB are free", "offload fewer layers")

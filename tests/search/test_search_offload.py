@@ -1,0 +1,191 @@
+"""Optimizer states in host memory: priced, searched within the host's budget, proven, or refused by name."""
+
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from brute_force import mistakes
+from command_calls import call
+from interleaved_problems import mistakes as interleaved_mistakes
+from msgspec.structs import replace
+from offload_problems import random_interleaved_with_offload, random_with_offload
+from random_problems import best_of
+
+from shardwright.io import BadInput, read_document
+from shardwright.types import GIB, LayerStrategy, Offload, Plan
+from shardwright_search.advise.question import question_of
+from shardwright_search.certificate.check import confirms
+from shardwright_search.certificate.make import certified
+from shardwright_search.cli import APP
+from shardwright_search.cost_model.layer import CostModel
+from shardwright_search.cost_model.parts_of_strategies import parts_of
+from shardwright_search.cost_model.plan import evaluate
+from shardwright_search.cost_model.topology import StageTopology
+from shardwright_search.options import AdviseOptions, System
+from shardwright_search.search import SearchAnswer, find_best
+from shardwright_search.space.budget import Infeasible
+from shardwright_search.space.request import SearchRequest
+from shardwright_search.systems.registry import SYSTEMS
+
+FILE = Path("s.json")
+RATE = 1e9
+BOTH = (Offload.NONE, Offload.OPTIMIZER)
+UNBOUND = 2.0**52
+
+
+@pytest.fixture
+def given(make):
+    """A request, a model, a cluster whose nodes say what their hosts have, and profiles."""
+    model, cluster = make.model(4), make.cluster(4)
+    return make.request(recompute=["none"]), model, _with_host(cluster, 1.0), make.profiles(model, cluster)
+
+
+def _with_host(cluster, gib):
+    types = {
+        name: replace(each, host_memory_gib=gib, host_bytes_per_s=RATE) for name, each in cluster.node_types.items()
+    }
+    return replace(cluster, node_types=types)
+
+
+def _found(given, **changes):
+    request, *others = given
+    return find_best(replace(request, **changes), *others, FILE, lambda _: None)
+
+
+def _offloaded(plan: Plan) -> int:
+    return sum(layer.offloads_optimizer for layer in plan.layers)
+
+
+@pytest.mark.parametrize("data_parallel", ["ddp", "zero2", "zero3"])
+def test_states_move_to_the_host_and_their_copies_take_both_ways(given, data_parallel):
+    request, model, cluster, profiles = given
+    costs = CostModel(model, cluster, profiles, request.precision)
+    plain = LayerStrategy(type="block", tp_size=1, dp_size=4, data_parallel=data_parallel)
+    strategies = plain, replace(plain, offload=Offload.OPTIMIZER)
+    asked = StageTopology("n", (4,)), 4, False
+    here, there = (costs.layer("block", each, *asked) for each in strategies)
+    states = here.memory.optimizer
+    assert (there.memory.optimizer, there.memory.host, here.memory.host) == (0, states, 0)
+    assert there.state_bytes == here.state_bytes - states
+    assert there.optimizer_ps - here.optimizer_ps == pytest.approx(2 * states / RATE * 1e12, abs=1)
+    assert (there.forward_ps, there.backward_ps, there.sync_ps) == (here.forward_ps, here.backward_ps, here.sync_ps)
+    # The block has one parameter, of whose states two buffers may hold what is there at once.
+    assert there.memory.buffers == max(here.memory.buffers, 2 * states)
+    columns = costs.layers("block", parts_of(strategies), *asked)
+    for column, cost in zip(columns.T, (here, there), strict=True):
+        numbers = cost.microbatch_ps, cost.exposed_ps, cost.state_bytes, cost.memory.gradients
+        assert tuple(column[:4]) == numbers
+        assert tuple(column[6:]) == (cost.workspace_bytes, cost.memory.host)
+
+
+def test_layers_are_offloaded_where_nothing_else_fits_and_no_more_than_must_be(given):
+    whole = _found(given)
+    assert _found(given, offload=BOTH).chosen.plan == whole.chosen.plan, "what fits without takes longer with it"
+    least, leaner = (_found(given, memory_gib=1e-6, offload=kinds).min_bytes for kinds in ((Offload.NONE,), BOTH))
+    assert leaner < least
+    for share in (0.2, 0.6):
+        gib = (leaner + (least - leaner) * share) / GIB
+        assert isinstance(_found(given, memory_gib=gib), Infeasible)
+        answer = _found(given, memory_gib=gib, offload=BOTH)
+        assert isinstance(answer, SearchAnswer) and _offloaded(answer.chosen.plan) > 0
+        price = evaluate(answer.chosen.plan, given[-1])
+        assert price.objective_ps == answer.chosen.evaluation.objective_ps
+        assert any(line.startswith("assumed: offloaded states are copied") for line in price.warnings)
+        assert max(stage.memory_bytes for stage in price.estimate.stages) <= gib * GIB
+        assert sum(stage.host_bytes or 0 for stage in price.estimate.stages) > 0
+
+
+def test_a_host_that_is_full_takes_no_more(given):
+    request, model, cluster, profiles = given
+    least, leaner = (_found(given, memory_gib=1e-6, offload=kinds).min_bytes for kinds in ((Offload.NONE,), BOTH))
+    asked = {"memory_gib": (leaner + least) / 2 / GIB, "offload": BOTH}
+    answer = _found(given, **asked)
+    held = max(stage.host_bytes or 0 for stage in answer.chosen.evaluation.estimate.stages)
+    enough = _with_host(cluster, held * 4 / GIB)
+    assert _found((request, model, enough, profiles), **asked).optimum_s == answer.optimum_s
+    short = _found((request, model, _with_host(cluster, 1e-9), profiles), **asked)
+    assert isinstance(short, Infeasible)
+    fewer = _found((request, model, _with_host(cluster, (held - 1) * 4 / GIB), profiles), **asked)
+    if isinstance(fewer, SearchAnswer):
+        stages = fewer.chosen.evaluation.estimate.stages
+        assert max(stage.host_bytes or 0 for stage in stages) < held and fewer.optimum_s >= answer.optimum_s
+
+
+def test_the_solver_is_right_where_host_memory_binds():
+    assert mistakes(range(40), random_with_offload) == {}
+    assert interleaved_mistakes(range(8), random_interleaved_with_offload) == {}
+    free = (replace(group, host_budget_bytes=UNBOUND) for group in random_with_offload(0).device_groups)
+    assert replace(random_with_offload(0), device_groups=tuple(free)).device_groups[0].offloads
+    assert sum(best_of(random_with_offload(seed)) > best_of(_unbound(seed)) for seed in range(40)) >= 3
+
+
+def test_certificates_know_the_host_s_budget():
+    """They confirm no more than the best of all plans that fit both memories, and more than without that budget."""
+    binding = [
+        seed
+        for seed in range(60)
+        if np.isfinite(best := best_of(random_with_offload(seed))) and best > best_of(_unbound(seed))
+    ]
+    above = 0
+    for seed in binding[:4]:
+        problem, best = random_with_offload(seed), best_of(random_with_offload(seed))
+        bound, proofs = certified([("any", problem, Fraction)], best, lambda line: None)
+        assert confirms(problem, proofs[0], bound) and not confirms(problem, proofs[0], best * (1 + 1e-6))
+        assert not confirms(_unbound(seed), proofs[0], best_of(_unbound(seed)) * (1 + 1e-6))
+        above += bound > best_of(_unbound(seed))
+    assert binding and above
+
+
+def _unbound(seed):
+    problem = random_with_offload(seed)
+    return replace(
+        problem, device_groups=tuple(replace(each, host_budget_bytes=UNBOUND) for each in problem.device_groups)
+    )
+
+
+def test_any_optimizer_may_offload_but_muon_s_plans_do_not(given):
+    assert _found(given, optimizer=("muon", "adamw"), offload=BOTH).chosen
+    with pytest.raises(BadInput, match=r"s\.json: offload: muon updates whole matrices, of all layers at once"):
+        _found(given, optimizer="muon", offload=BOTH)
+
+
+def test_a_cluster_that_says_nothing_of_its_hosts_is_refused_by_name(given, make):
+    request, model, _, profiles = given
+    with pytest.raises(BadInput, match=r"s\.json: offload: node type n of cluster some has no host_memory_gib"):
+        _found((request, model, make.cluster(4), profiles), offload=BOTH)
+    with pytest.raises(ValueError, match="offload: list none, too"):
+        SearchRequest(name="s", global_batch_size=8, offload=(Offload.OPTIMIZER,))
+
+
+@pytest.mark.parametrize("system", System)
+def test_other_systems_do_not_offload(system):
+    assert system in SYSTEMS
+    asked = AdviseOptions(model="gpt2-xl", gpus="1x8:H100-SXM", offload="optimizer", target=system)
+    with pytest.raises(BadInput, match=f"--offload: plans for {system} have none"):
+        question_of(asked)
+
+
+def test_advice_names_what_it_assumes_of_hosts():
+    question = question_of(AdviseOptions(model="gpt2-xl", gpus="1x8:A100-80", offload="any"))
+    (node,) = question.cluster.node_types.values()
+    assert (node.host_bytes_per_s, node.host_memory_gib) == (12e9, 2 * 8 * 80)
+    assert any(line.startswith("offload: 12 GB/s each way, an estimate: 0.75 of") for line in question.assumed)
+    assert question.request.offload == BOTH
+    asked = AdviseOptions(model="gpt2-xl", gpus="1x8:A100-80", offload="optimizer", host_memory_gib=512.0)
+    assert question_of(asked).cluster.node_types["A100-80"].host_memory_gib == 512
+    assert question_of(AdviseOptions(model="gpt2-xl", gpus="1x8:A100-80")).request.offload == (Offload.NONE,)
+
+
+def test_a_searched_plan_with_offload_is_verified_from_files(given, make, files, tmp_path):
+    request, model, cluster, _ = given
+    least, leaner = (_found(given, memory_gib=1e-6, offload=kinds).min_bytes for kinds in ((Offload.NONE,), BOTH))
+    asked = replace(request, memory_gib=(leaner + least) / 2 / GIB, offload=BOTH)
+    paths = files(model, cluster, asked, make.profile(model))
+    out = tmp_path / "a.json", tmp_path / "a.certificate.json"
+    words = [word for role, path in paths.items() for word in (f"--{role}", path)]
+    done = call(APP, "plan", *words, "--out", out[0], "--certificate", out[1])
+    assert done.exit_code == 0 and _offloaded(read_document(out[0], Plan)) > 0, done.output
+    assert "offload optimizer" in done.stdout
+    verified = call(APP, "verify", *out, *words)
+    assert verified.exit_code == 0 and verified.stdout.startswith("verified: no plan takes less than"), verified.stderr
