@@ -2,7 +2,7 @@
 
 One launch trains a plan of each family. On 4 and 8 ranks the first of four launches has plans of each family with
 pipeline stages of unequal width, too. Each plan of a family with experts is trained with those shared out as well; a
-third of the plans with another optimizer, and a quarter with a chunked loss.
+third of the plans with another optimizer, a quarter with a chunked loss, and half with split backward passes.
 
 python tests/train/run_parity.py [PLANS_PER_FAMILY_ON_2 ON_4 ON_8]
 """
@@ -17,6 +17,7 @@ from pathlib import Path
 from msgspec.structs import replace
 from random_plans import UNEVEN, random_plan, uneven_plan
 from shared_experts import with_shared_experts
+from split_plans import split
 from stock_optimizers import with_optimizers
 from tiny_models import CONFIGS, tiny
 
@@ -81,7 +82,8 @@ def _plans(models: Sequence[Model], number: int, size: int) -> list[Plan]:
     experts = [plan for plan in plans if family_named(plan.model.family, "test").facts.experts is not None]
     chunked = [replace(plan, name=f"chunks {plan.name}", loss_chunks=2 + number % 3) for plan in plans[number % 4 :: 4]]
     optimizers = with_optimizers(plans[number % 3 :: 3], first=number)
-    return [*plans, *(with_shared_experts(plan, number) for plan in experts), *chunked, *optimizers]
+    halves = [plan for plan in map(split, plans[number % 2 :: 2]) if plan.schedule.splits]
+    return [*plans, *halves, *(with_shared_experts(plan, number) for plan in experts), *chunked, *optimizers]
 
 
 if __name__ == "__main__":
