@@ -1,4 +1,4 @@
-"""A third kind of pass, weight gradients as in zero-bubble schedules (Qi et al. 2024): made up, and played."""
+"""A further kind of pass, made up and played: as weight passes are, under another name."""
 
 from itertools import product
 
@@ -17,10 +17,10 @@ from shardwright_search.step.memory import pass_counts
 
 def _weight() -> Pass:
     """A row that `Pass` does not have: it sends nothing, follows the backward pass, and fills bubbles."""
-    row = str.__new__(Pass, "weight")
+    row = str.__new__(Pass, "later")
     row._name_, row._value_, row.way, row.needs, row.makes_gradients, row.fill = (
-        "WEIGHT",
-        "weight",
+        "LATER",
+        "later",
         0,
         "backward",
         1,
@@ -94,9 +94,9 @@ def test_a_weight_pass_is_an_event_that_sends_nothing(zero_bubble):
         (1, "forward", 3, 5),
         (1, "backward", 5, 8),
         (1, "send_backward", 8, 9),
-        (1, "weight", 8, 12),
+        (1, "later", 8, 12),
         (0, "backward", 9, 12),
-        (0, "weight", 12, 17),
+        (0, "later", 12, 17),
     ]
     assert events.step_ps == 17
 
@@ -110,7 +110,7 @@ def test_a_stage_holds_what_weight_passes_need_after_the_backward_pass(zero_bubb
 
 
 def test_what_does_not_price_or_run_a_kind_of_pass_refuses_it_by_name(zero_bubble):
-    with pytest.raises(ValueError, match="passes of kind weight, for which a stage has no time"):
+    with pytest.raises(ValueError, match="passes of kind later, for which a stage has no time"):
         simulate([StageTimes(1, 1, 0, 0, 0)], zero_bubble, 2)
-    with pytest.raises(ValueError, match="no bound for schedules with passes of kind weight"):
+    with pytest.raises(ValueError, match="no bound for schedules with passes of kind later"):
         _ = Configuration(8, 8, 2, zero_bubble).closed_forms

@@ -25,7 +25,7 @@ CONFIG = {
 def _member() -> Schedule:
     """A name that `Schedule` does not have."""
     member = str.__new__(Schedule, "eager")
-    member._name_, member._value_, member.interleaves = "EAGER", "eager", False
+    member._name_, member._value_, member.interleaves, member.splits = "EAGER", "eager", False, False
     return member
 
 

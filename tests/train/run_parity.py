@@ -2,7 +2,8 @@
 
 One launch trains a plan of each family. On 4 and 8 ranks the first of four launches has plans of each family with
 pipeline stages of unequal width, too. Each plan of a family with experts is trained with those shared out as well; a
-third of the plans with another optimizer, a quarter with a chunked loss, and as many with offloaded layers.
+third of the plans with another optimizer, a quarter with a chunked loss, as many with offloaded layers, and half with
+split backward passes.
 
 python tests/train/run_parity.py [PLANS_PER_FAMILY_ON_2 ON_4 ON_8]
 """
@@ -18,6 +19,7 @@ from msgspec.structs import replace
 from offloaded import with_offload
 from random_plans import UNEVEN, random_plan, uneven_plan
 from shared_experts import with_shared_experts
+from split_plans import split
 from stock_optimizers import with_optimizers
 from tiny_models import CONFIGS, tiny
 
@@ -83,8 +85,9 @@ def _plans(models: Sequence[Model], number: int, size: int) -> list[Plan]:
     chunked = [replace(plan, name=f"chunks {plan.name}", loss_chunks=2 + number % 3) for plan in plans[number % 4 :: 4]]
     optimizers = with_optimizers(plans[number % 3 :: 3], first=number)
     shared = [with_shared_experts(plan, number) for plan in experts]
-    offloaded = with_offload([*plans[number % 4 :: 4], *optimizers[::2], *shared[::2]], number)
-    return [*plans, *shared, *chunked, *optimizers, *offloaded]
+    halves = [plan for plan in map(split, plans[number % 2 :: 2]) if plan.schedule.splits]
+    offloaded = with_offload([*plans[number % 4 :: 4], *optimizers[::2], *shared[::2], *halves[::4]], number)
+    return [*plans, *halves, *shared, *chunked, *optimizers, *offloaded]
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from shardwright_train.dry_run import check_roles, simulate_peak, simulate_step
 from shardwright_train.models.base import family_named
 
 GPIPE, IN_TURN, INTERLEAVED = Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED_1F1B
+SPLIT = Schedule.ZERO_BUBBLE
 FAMILY = family_named("llama", "test")
 
 
@@ -73,6 +74,7 @@ SUMS: tuple[dict[str, Any], ...] = (ZERO3, EVERY, {}, {"dtype": "bfloat16"})
 PIPELINES: tuple[tuple[Any, ...], ...] = (
     *((IN_TURN, 1, 5), (IN_TURN, 3, 6), (GPIPE, 2, 9), (INTERLEAVED, 2, 8, 2)),
     *((IN_TURN, 4, 3), (GPIPE, 3, 16), (INTERLEAVED, 2, 9, 2), (INTERLEAVED, 3, 11, 2), (INTERLEAVED, 2, 10, 3)),
+    *((SPLIT, 2, 8), (SPLIT, 3, 10)),
 )
 FIRST = [Case(*pipeline, **states) for pipeline, states in zip(PIPELINES[:4], SUMS, strict=True)]
 OTHERS = [Case(*pipeline, **SUMS[number % len(SUMS)]) for number, pipeline in enumerate(PIPELINES[4:])]
@@ -105,6 +107,7 @@ def test_a_plan_of_gpipe_with_many_microbatches_takes_no_longer_than_one_with_fe
     assert many - few > 64 * 16 * 2 * 32 * 4, "each microbatch keeps its activations"
 
 
+SPLIT_MEASURED = {2: Case(SPLIT, 2, 8, dp_size=1), 4: Case(SPLIT, 4, 8, dp_size=1)}
 MEASURED = {
     2: (Case(IN_TURN, 2, 8, dp_size=1), Case(GPIPE, 2, 8, dp_size=1), Case(INTERLEAVED, 2, 8, 2, dp_size=1)),
     4: (Case(IN_TURN, 4, 8, dp_size=1), Case(GPIPE, 4, 8, dp_size=1), Case(INTERLEAVED, 4, 12, 2, dp_size=1)),
@@ -115,7 +118,16 @@ MEASURED = {
 @pytest.mark.parametrize("stages", rest_long(1, MEASURED))
 def test_check_prediction_and_measurement_agree(tmp_path: Path, stages: int) -> None:
     """Every stage within 1 %, and within 10 % by an estimated profile."""
-    plans = tuple(case.plan() for case in MEASURED[stages])
+    _compare(tmp_path, tuple(case.plan() for case in MEASURED[stages]), within=0.1)
+
+
+@pytest.mark.parametrize("stages", rest_long(1, SPLIT_MEASURED))
+def test_so_they_do_where_backward_passes_are_split(tmp_path: Path, stages: int) -> None:
+    """Every stage within 1 %, and within 3 % by an estimated profile."""
+    _compare(tmp_path, (SPLIT_MEASURED[stages].plan(),), within=0.03)
+
+
+def _compare(tmp_path: Path, plans: tuple[Plan, ...], within: float) -> None:
     write_document(tmp_path / "plans.json", Plans(plans=plans))
     given = ["--steps", 1, "--warmup-steps", 1, "--out", tmp_path / "out.json"]
     done = forked_command(["measure", tmp_path / "plans.json", *given])
@@ -126,7 +138,7 @@ def test_check_prediction_and_measurement_agree(tmp_path: Path, stages: int) -> 
         predictions = predicted_bytes(found.plan, tmp_path)
         # On a processor a measurement begins after the step's tokens were made, and on the last stage their labels.
         tokens_bytes = found.plan.global_batch_size * SEQUENCE_LENGTH * 8
-        held = [tokens_bytes] * (stages - 1) + [2 * tokens_bytes]
+        held = [tokens_bytes] * (len(found.plan.stages) - 1) + [2 * tokens_bytes]
         for check, before, rank, predicted in zip(checks, held, found.ranks, predictions, strict=True):
             assert check.peak_bytes - before == pytest.approx(rank.memory.peak_bytes, rel=0.01)
-            assert predicted == pytest.approx(rank.memory.peak_bytes, rel=0.1)
+            assert predicted == pytest.approx(rank.memory.peak_bytes, rel=within)

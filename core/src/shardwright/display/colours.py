@@ -15,6 +15,7 @@ PREDICTED, MEASURED, VALIDATION, BUDGET = _ORANGE, _BLUE, _ORANGE, _RED
 _TERMS = {
     "forward": _BLUE,
     "backward": _GREEN,
+    "weight": _SKY,
     "send_forward": "#7fb2de",
     "send_backward": "#74bfa5",
     "gradient_sync": _ORANGE,

@@ -16,7 +16,7 @@ _HEIGHTS = {PASSES: 26.0, GRADIENTS: 10.0, FORTH: 10.0, BACK: 10.0}
 _CHARACTER, _LINE = 6.0, 15.0
 """Width of a character of the heading, generous, and height of its lines, in px."""
 _PER_MS = 1e3
-_KINDS = ("forward", "backward", "gradient_sync", "optimizer", "send_forward", "send_backward")
+_KINDS = ("forward", "backward", "weight", "gradient_sync", "optimizer", "send_forward", "send_backward")
 """Kinds of events in the order of the legend."""
 
 

@@ -233,6 +233,28 @@ def estimate_layer(
     return LayerFigures(forward_s, backward_s, *_memory(kept, share, recompute, machine.held))
 
 
+def weight_share(
+    model: Model,
+    type_name: str,
+    strategy: Strategy,
+    micro_batch_size: int,
+    precision: Precision,
+    attention: Attention,
+    machine: Machine,
+) -> float:
+    """Return the share of a layer's backward pass that the products for its matrices take, not those of experts.
+
+    Without messages, and without what kernels take to start, which would make small layers on a large device nothing.
+    """
+    share = _share(strategy, micro_batch_size, precision, attention)
+    parts = [replace(part, kernels=0) for part in layer_parts(model, type_name, False)]
+    recompute = getattr(strategy, "recompute", Recompute.NONE)
+    again_s = _between_products_s if recompute is Recompute.SELECTIVE else _part_time_s
+    whole_s = sum(_part_backward_s(part, share, machine) for part in parts)
+    whole_s += sum(again_s(part, share, machine) for part in _replayed(parts, recompute))
+    return sum(part.trained * _products_s(part, share, machine) for part in parts if not part.is_expert) / whole_s
+
+
 def host_s(
     model: Model, type_name: str, recompute: Recompute, machine: Machine, experts: int | None = None
 ) -> tuple[float, float]:

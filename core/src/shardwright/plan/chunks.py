@@ -112,7 +112,7 @@ def gathers_spared(plan: Plan, stage: int, chunk: int) -> Counter[tuple[str, Pas
     If a pass begins with the layer that the rank's pass before has ended with, that layer stays gathered.
     """
     layers = list(chunk_layers(plan, stage, chunk))
-    actions = computed_actions(plan, stage)
+    actions = [action for action in computed_actions(plan, stage) if action.kind.way]
     pairs = [(a.kind, b.kind) for a, b in pairwise(actions) if a.chunk == b.chunk == chunk]
     spared: Counter[tuple[str, Pass | bool | None]] = Counter()
     ends = {kind: layers[0 if kind.way > 0 else -1] for kind in Pass if kind.way and layers}

@@ -41,8 +41,8 @@ class PassTime(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     It waited from `start_s - wait_s` and was over at `start_s + time_s`.
     """
 
-    kind: Literal["forward", "backward"]
-    """Direction of the pass."""
+    kind: Literal["forward", "backward", "weight"]
+    """Kind of the pass."""
     microbatch: NonNegativeCount
     """Number of the microbatch."""
     chunk: NonNegativeCount
@@ -184,7 +184,8 @@ class PlanMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ValueError(f"rank {rank.rank} belongs to stage {stage}, not {rank.stage}")
         chunks = range(len(self.plan.stages[stage].layers))
         microbatches = range(self.plan.num_microbatches)
-        wanted = [(kind, i, chunk) for kind in ("backward", "forward") for i in microbatches for chunk in chunks]
+        kinds = ("backward", "forward", *["weight"] * self.plan.schedule.splits)
+        wanted = [(kind, i, chunk) for kind in kinds for i in microbatches for chunk in chunks]
         if sorted((p.kind, p.microbatch, p.chunk) for p in rank.passes) != wanted:
             raise ValueError(
                 f"rank {rank.rank} has {len(rank.passes)} passes instead of each of the plan's {len(wanted)} once"

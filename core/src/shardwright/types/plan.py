@@ -31,11 +31,13 @@ class Schedule(StrEnum):
 
     interleaves: bool
     """True if a pipeline stage may hold several layer ranges."""
+    splits: bool
+    """True if backward passes leave gradients of matrices to passes of their own."""
 
-    def __new__(cls, name: str, interleaves: bool = False) -> "Schedule":
+    def __new__(cls, name: str, interleaves: bool = False, splits: bool = False) -> "Schedule":
         """Make a member, whose value is the schedule's name in files."""
         member = str.__new__(cls, name)
-        member._value_, member.interleaves = name, interleaves
+        member._value_, member.interleaves, member.splits = name, interleaves, splits
         return member
 
     GPIPE = "gpipe"
@@ -44,6 +46,8 @@ class Schedule(StrEnum):
     """A step of one forward and one backward pass in turn, once the pipeline is full."""
     INTERLEAVED_1F1B = "interleaved_1f1b", True
     """1F1B with several layer ranges on every pipeline stage."""
+    ZERO_BUBBLE = "zero_bubble", False, True
+    """1F1B with split backward passes: gradients of matrices come later, where a stage would wait."""
 
 
 class GradientReduction(StrEnum):

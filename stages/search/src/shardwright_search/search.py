@@ -36,6 +36,7 @@ from shardwright_search.space.demands import NO_DEMANDS, Demands
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import Objective, SearchRequest, of_each_optimizer
 from shardwright_search.space.search_space import NothingListed, SearchSpace, Unlisted, space_of
+from shardwright_search.split_backward import Split, asks_for_split, best_split
 
 _FIRST_SHARE = 0.6
 """The most of a time limit that is spent on first plans: bounds, and so proofs, come after them."""
@@ -80,6 +81,8 @@ class SearchAnswer(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Configurations that were bounded alone and may have a better plan."""
     fits: bool = True
     """Whether the chosen plan fits with its communicators."""
+    split: int | None = None
+    """Number of plans that were simulated with split backward passes; None: none was asked for."""
     over_bytes: int = 0
     """Bytes by which the plan of the least closed form exceeds its budget with its communicators; 0: it fits."""
 
@@ -284,7 +287,24 @@ def _once(
     choice, whole = latest(_choices(space, optimum), after)
     choice = choice or _Choice(optimum.best, (optimum.best,), len(optimum.near))
     answer = _answer(space, optimum, choice, budgets, deadline)
+    if asks_for_split(request.schedules):
+        answer = _with_split(answer, best_split(space, optimum, choice.compared, budgets))
     return replace(answer, stopped=optimum.stopped or not whole)
+
+
+def _with_split(answer: SearchAnswer, split: Split) -> SearchAnswer:
+    """Return the answer with the plan of split backward passes where that takes less simulated time, or alone fits."""
+    if split.best is None or (answer.fits and answer.chosen.sample_s <= split.best.sample_s):
+        return replace(answer, split=split.tried)
+    factor = answer.chosen_scale / answer.instance.score_scale(split.best.plan.global_batch_size)
+    return replace(
+        answer,
+        chosen=split.best,
+        optimum_s=answer.optimum_s * factor,
+        bound_s=answer.bound_s * factor,
+        fits=True,
+        split=split.tried,
+    )
 
 
 def listed(make: Callable[[], T], file: Path, deadline: float) -> T:

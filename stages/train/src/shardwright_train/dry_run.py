@@ -37,7 +37,7 @@ from shardwright_train.models.stock import with_memory
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.pipeline.layer import RankContext
-from shardwright_train.pipeline.p2p import until_fullest
+from shardwright_train.pipeline.p2p import most_held, until_fullest
 from shardwright_train.pipeline.runner import MicrobatchChunk, Step
 from shardwright_train.torch_private import FakeStore, FakeTensorMode, TorchDispatchMode, tree_leaves
 
@@ -261,9 +261,13 @@ def _microbatches(plan: Plan, stage: int) -> int:
     whole, schedule = stage_actions(plan, stage), schedule_of(plan.schedule)
     stages, chunks = len(plan.stages), len(plan.stages[stage].layers)
     needed = len({action.microbatch for action in until_fullest(whole)})
+    counts = range(needed, plan.num_microbatches + 1)
+    if plan.schedule.splits:
+        # With fewer microbatches weight passes come sooner, once no forward pass is left.
+        return next(n for n in counts if most_held(schedule.actions(stages, n, stage)) >= most_held(whole))
     starts = [
         count
-        for count in range(needed, plan.num_microbatches + 1)
+        for count in counts
         if schedule.actions(stages, count, stage, chunks) == tuple(a for a in whole if a.microbatch < count)
     ]
     return starts[0] if chunks == 1 else starts[:2][-1]

@@ -14,6 +14,8 @@ on | \
 over a mesh (replicate, shard of size 1), at the cost of gathering from a group of one |
 | `_get_fsdp_state`, `_fsdp_param_group`, `FSDPParam`, `_unsharded_param` | gradients summed where they lie | a \
 public reduction hook of FSDP2; there is `set_all_reduce_hook`, which runs after its own reduction only |
+| `FSDPParamGroup.post_backward`, `accumulate_unsharded_grad_if_needed`, `to_accumulated_grad_if_needed` | gradients \
+that weight passes make outside of autograd | a public way to reduce a unit's gradients at another time |
 | `_root_post_backward_final_callback` | ending a step of layers through which no backward pass goes | a public way to \
 reset what forward passes have recorded, and to reshard |
 | `_all_gather_result`, `all_gather_outputs`, `is_unsharded` | telling activations from gathered parameters in the dry \
@@ -148,6 +150,22 @@ def end_without_backward(module: nn.Module) -> None:
     """Reset FSDP2's record of forward passes, and reshard, in a root module without a backward pass."""
     assert isinstance(module, FSDPModule)
     module._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def end_of_weight_pass(module: nn.Module, reduces: bool) -> None:
+    """Let FSDP2 take the gradients that a weight pass has added to a unit outside of autograd, and reduce them if so.
+
+    Between backward passes it does so by itself, in the pass that follows.
+    """
+    if not isinstance(module, FSDPModule) or (group := module._get_fsdp_state()._fsdp_param_group) is None:
+        return
+    # All in the format of the reduction: those of the backward pass, which did not reduce, are.
+    for record in group.fsdp_params:
+        if gathered_parameter(record) is not None:
+            record.accumulate_unsharded_grad_if_needed()
+            record.to_accumulated_grad_if_needed()
+    if reduces:
+        group.post_backward()
 
 
 def gather_asynchronously(module: FSDPModule) -> None:

@@ -39,9 +39,11 @@ class ClosedForm(NamedTuple):
         return whole.time(*given) - (-rest.time(*given) // self.parts)
 
 
-def step_time(forms: Sequence[ClosedForm], total: Times, slowest: Times, exposed: Times) -> Times:
+def step_time(
+    forms: Sequence[ClosedForm], total: Times, slowest: Times, exposed: Times, hidden: Times | int = 0
+) -> Times:
     """Return the largest T of several closed forms."""
-    first, *others = (form.time(total, slowest, exposed) for form in forms)
+    first, *others = (form.time(total, slowest, exposed, hidden) for form in forms)
     for other in others:
         first = np.maximum(first, other) if isinstance(first, np.ndarray) else max(first, other)
     return first

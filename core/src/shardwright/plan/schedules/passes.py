@@ -23,6 +23,8 @@ class Pass(StrEnum):
 
     FORWARD = "forward", 1, None, False, 1
     BACKWARD = "backward", -1, "forward", True, 1
+    WEIGHT = "weight", 0, "backward", True, -1
+    """Gradients of matrices, which a split backward pass leaves to a pass of their own."""
 
     def __new__(cls, name: str, way: int, needs: str | None, makes_gradients: bool, fill: int) -> "Pass":
         """Make a row of the table of passes."""

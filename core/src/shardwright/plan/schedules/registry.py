@@ -4,10 +4,11 @@ from shardwright.plan.schedules.gpipe import GPipe
 from shardwright.plan.schedules.interleaved_1f1b import Interleaved1F1B
 from shardwright.plan.schedules.one_f_one_b import OneFOneB
 from shardwright.plan.schedules.schedule import PipelineSchedule
+from shardwright.plan.schedules.zero_bubble import ZeroBubble
 from shardwright.types import Schedule
 
 _SCHEDULES: dict[Schedule, PipelineSchedule] = {
-    schedule.name: schedule for schedule in (GPipe(), OneFOneB(), Interleaved1F1B())
+    schedule.name: schedule for schedule in (GPipe(), OneFOneB(), Interleaved1F1B(), ZeroBubble())
 }
 
 

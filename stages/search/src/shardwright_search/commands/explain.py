@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from shardwright.display.svg import document
 from shardwright.display.timeline import draw_timeline, idle_s
 from shardwright.io import BadInput, atomic_path, read_document, sha256_of_file
+from shardwright.plan.schedules.passes import Pass
 from shardwright.types import Estimate, Plan, Prediction, RunnerUp
 from shardwright_search.commands.prediction import (
     Inputs,
@@ -37,7 +38,7 @@ from shardwright_search.space.configurations import narrowed
 from shardwright_search.space.request import SearchRequest, batch_sizes
 from shardwright_search.space.runnable import left_out
 
-_KINDS = ("forward", "backward", "gradient_sync", "optimizer")
+_KINDS = ("forward", "backward", "weight", "gradient_sync", "optimizer")
 _STAYS = (
     "Messages inside a layer, of tensor and sequence parallelism, are part of its profiled time and stay as they are."
 )
@@ -192,15 +193,16 @@ def _report(plan: Plan, estimate: Estimate) -> RenderableType:
     stages = f"{len(plan.stages)} pipeline stage(s)"
     line = f"plan {plan.name}: {plan.schedule}, {stages}, {plan.num_microbatches} microbatches"
     step = f"simulated step {step_ms}, lower bound {bound_ms}, closed form {closed_ms}"
-    headings = ("stage", *(kind.replace("_", " ") for kind in _KINDS), "idle (share)")
-    rows = [_stage_row(estimate, stage, end_s) for stage in range(len(plan.stages))]
+    kinds = [kind for kind in _KINDS if plan.schedule.splits or kind != Pass.WEIGHT]
+    headings = ("stage", *(kind.replace("_", " ") for kind in kinds), "idle (share)")
+    rows = [_stage_row(estimate, stage, end_s, kinds) for stage in range(len(plan.stages))]
     title = f"ms until {end_ms}, when the last stage is done"
     types = node_types_table(plan, estimate)
     return Group(Lines([line, step]), table(title, headings, rows), *([] if types is None else [types]))
 
 
-def _stage_row(estimate: Estimate, stage: int, end_s: float) -> list[str]:
+def _stage_row(estimate: Estimate, stage: int, end_s: float, kinds: Sequence[str]) -> list[str]:
     events = [event for event in estimate.timeline if event.stage == stage]
-    sums_s = [sum(event.end_s - event.start_s for event in events if event.kind == kind) for kind in _KINDS]
+    sums_s = [sum(event.end_s - event.start_s for event in events if event.kind == kind) for kind in kinds]
     idle = idle_s(events, stage, end_s)
     return [f"{stage:>5}", *(f"{time_s * 1e3:.3f}" for time_s in sums_s), f"{idle * 1e3:.3f} ({idle / end_s:.1%})"]

@@ -22,8 +22,10 @@ from shardwright_search.profile_options import ProfileOptions
 from shardwright_search.proof_words import proof_words
 from shardwright_search.search import SearchAnswer
 from shardwright_search.space.budget import budgets_of, headroom, over_bytes
+from shardwright_search.space.configurations import is_solved
 from shardwright_search.space.request import Objective, SearchRequest, StageWidths
 from shardwright_search.space.runnable import left_out
+from shardwright_search.split_backward import NEAR_SPLIT
 
 
 class Inputs(NamedTuple):
@@ -199,7 +201,9 @@ def _scope(request: SearchRequest, answer: SearchAnswer) -> str:
 
     def names(field: str) -> str:
         default = "every profiled divisor" if field == "tp_sizes" else "every divisor"
-        return ", ".join(str(value) for value in getattr(request, field) or (default,))
+        listed = getattr(request, field) or (default,)
+        listed = tuple(filter(is_solved, listed)) if field == "schedules" else listed
+        return ", ".join(str(value) for value in listed)
 
     fields = ("pp_sizes", "tp_sizes", "num_microbatches", "schedules", "tp_consecutive")
     kinds = ("data_parallel", "sequence_parallel", "recompute", "disable")
@@ -234,6 +238,11 @@ def _scope(request: SearchRequest, answer: SearchAnswer) -> str:
 
 def _chosen_by(answer: SearchAnswer) -> str:
     """Return, in words, how the plan was chosen among those near the optimum."""
+    if answer.split is not None and not is_solved(answer.chosen.plan.schedule):
+        return (
+            f"of {answer.split} plans found within {NEAR_SPLIT:.0%} of the optimum the one with the least simulated "
+            f"time under {answer.chosen.plan.schedule} was taken: found by simulation, not proven"
+        )
     if answer.tolerance:
         return f"the simplest plan that was found within {answer.tolerance:.2%} of the bound was taken"
     if not answer.simulated:
@@ -259,9 +268,13 @@ def plan_summary(plan: Plan, prediction: Prediction) -> list[str]:
         bound_s = proof.objective_bound_s
         least = f"no plan takes less than {bound_s * 1e3:.3f} ms" if bound_s else "no bound is known"
         rest = "some others are open" if proof.gap else "the bounds ruled out the others"
+        words = proof_words(proof.objective_s, bound_s)
+        if not is_solved(plan.schedule):
+            words = f"found by simulation, not proven: {plan.schedule} was tried behind the best of the other schedules"
+        of_what = "" if is_solved(plan.schedule) else " of these"
         lines += [
-            proof_words(proof.objective_s, bound_s),
-            f"proof: {proof.objective} {proof.objective_s * 1e3:.3f} ms, {least}; "
+            words,
+            f"proof{of_what}: {proof.objective} {proof.objective_s * 1e3:.3f} ms, {least}; "
             f"{proof.solved} of {proof.examined} cases were solved, {rest}",
         ]
     return [*lines, *(f"warning: {warning}" for warning in prediction.warnings)]

@@ -18,7 +18,7 @@ from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.solver.problem import Problem
 from shardwright_search.space.budget import allowed_bytes, budgets_of, over_bytes, with_spare
-from shardwright_search.space.configurations import Configuration
+from shardwright_search.space.configurations import Configuration, is_solved
 from shardwright_search.space.membership import outside
 from shardwright_search.space.request import SearchRequest
 from shardwright_search.space.search_space import SearchSpace, space_of
@@ -116,8 +116,8 @@ def check_certifiable(request: SearchRequest, file: Path) -> None:
     """Raise BadInput for a request whose space no certificate covers."""
     if len(request.optimizers) > 1:
         raise BadInput(file, "optimizer: a certificate needs one", "name it, or search without --certificate")
-    if any(schedule.interleaves for schedule in request.schedules):
-        problem = "schedules: certificates do not cover interleaved_1f1b"
+    if open_ := [each for each in request.schedules if each.interleaves or not is_solved(each)]:
+        problem = f"schedules: certificates do not cover {open_[0]}"
         raise BadInput(file, problem, "leave it out, or search without --certificate")
 
 

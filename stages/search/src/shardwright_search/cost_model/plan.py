@@ -1,6 +1,7 @@
 """Predicted time and memory of any plan, from the same cost functions that the search uses."""
 
 from collections.abc import Sequence
+from itertools import repeat
 from math import ceil
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from shardwright.optimizers.registry import OPTIMIZERS
 from shardwright.plan.offload import check_offload
 from shardwright.plan.process_groups import communicator_bytes, communicators
 from shardwright.plan.schedules.closed_form import step_time
+from shardwright.plan.schedules.passes import Pass
 from shardwright.plan.schedules.registry import schedule_of
 from shardwright.plan.supported_fields import check_fields
 from shardwright.types import Estimate, Plan, StagePrediction, TimelineEvent
@@ -96,13 +98,14 @@ def evaluate(plan: Plan, profiles: Profiles, costs: CostModel | None = None, tim
     objective_ps = always_ps + _closed_form_ps(plan, stages)
     step_s = (simulation.step_ps + always_ps) / _PER_SECOND
     bound_ps = lower_bound_ps(times, plan.num_microbatches, num_chunks) + always_ps
+    splits = plan.schedule.splits
     estimate = Estimate(
         simulated_step_time_s=step_s,
         simulated_lower_bound_s=bound_ps / _PER_SECOND,
         objective_s=objective_ps / _PER_SECOND,
         samples_per_s=plan.global_batch_size / step_s,
         usd_per_step=_usd_per_step(plan, step_s),
-        stages=tuple(map(_stage_prediction, stages, profiles_of, _communicators(plan, profiles_of))),
+        stages=tuple(map(_stage_prediction, stages, profiles_of, _communicators(plan, profiles_of), repeat(splits))),
         timeline=_timeline(simulation),
     )
     priced = {warning for each in ranges for warning in each.warnings}
@@ -116,10 +119,10 @@ def evaluate(plan: Plan, profiles: Profiles, costs: CostModel | None = None, tim
 
 def _closed_form_ps(plan: Plan, stages: Sequence[StageCosts]) -> int:
     """Return the closed form of a step, without the fixed overhead of a step."""
-    microbatch_ps = [stage.microbatch_ps for stage in stages]
+    microbatch_ps, hidden_ps = [stage.microbatch_ps for stage in stages], [stage.hidden_ps for stage in stages]
     end = max(stage.sum_of("exposed_ps") for stage in stages)
     forms = schedule_of(plan.schedule).closed_forms(plan.num_microbatches, len(plan.stages[0].layers))
-    return step_time(forms, sum(microbatch_ps), max(microbatch_ps), end)
+    return step_time(forms, sum(microbatch_ps) - sum(hidden_ps), max(microbatch_ps), end, max(hidden_ps))
 
 
 def _communicators(plan: Plan, profiles_of: Sequence[Sequence[Profiles]]) -> Sequence[int | None]:
@@ -131,11 +134,18 @@ def _communicators(plan: Plan, profiles_of: Sequence[Sequence[Profiles]]) -> Seq
     return [max(communicator_bytes(counted[rank], size) for rank in stage.ranks) for stage, size in stages]
 
 
-def _stage_prediction(stage: StageCosts, profiles: Sequence[Profiles], held: int | None) -> StagePrediction:
-    """Return the terms of a stage; `profiles`: of each of its node types; `held`: bytes of communicators."""
+def _stage_prediction(
+    stage: StageCosts, profiles: Sequence[Profiles], held: int | None, splits: bool
+) -> StagePrediction:
+    """Return the terms of a stage; `profiles`: of each of its node types; `held`: bytes of communicators.
+
+    `splits`: whether backward passes leave something to weight passes.
+    """
+    weight_ps = sum(each.weight_ps for each in stage.ranges)
     times_ps = {
         "forward": stage.sum_of("forward_ps"),
-        "backward": stage.sum_of("backward_ps"),
+        "backward": stage.sum_of("backward_ps") - weight_ps,
+        **({str(Pass.WEIGHT): weight_ps} if splits else {}),
         "gathers": stage.sum_of("gather_forward_ps") + stage.sum_of("gather_backward_ps"),
         "gradient_sync_every_microbatch": stage.sum_of("sync_every_ps"),
         "redistribution": sum(r.redistribution_forward_ps + r.redistribution_backward_ps for r in stage.ranges),

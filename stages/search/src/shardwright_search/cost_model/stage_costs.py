@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
+from shardwright.estimate.weight_passes import WeightPass, weight_pass
 from shardwright.plan.axes import effective, layout_of
 from shardwright.plan.chunks import gathers_spared
 from shardwright.plan.schedules.passes import Pass
@@ -30,9 +31,11 @@ from shardwright_search.step.memory import (
     no_layers,
     pass_counts,
     phases,
+    unreceived_gradients,
 )
 
 _NOTHING = Cost(0, None)
+_ESTIMATED = "estimated: the share of backward passes that weight passes take"
 Layer = tuple[str, Strategy]
 
 
@@ -53,6 +56,8 @@ class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
     """The share of microbatches for which a forward, or a backward, pass gathers the layer that it begins with."""
     overlap: Overlap | None
     """Slowdowns of reductions and the backward pass when they overlap; None if they were not measured."""
+    weight_passes: tuple[WeightPass, ...] = ()
+    """What each layer's backward pass leaves to a weight pass; empty if the schedule has none."""
     warnings: tuple[str, ...]
 
     @property
@@ -62,6 +67,11 @@ class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
         reductions = self._reductions()
         once = forward, sum(reduction.backward_ps for reduction in reductions), self.send_after_ps
         sync, optimizer = self.sum_of("sync_ps"), self.sum_of("optimizer_ps")
+        if self.weight_passes:
+            # What reduces beside the backward pass of a joint one does so beside the weight pass.
+            forward, backward, send = once
+            left = self.weight_ps
+            return StageTimes(forward, backward - left, send, sync, optimizer, further_ps={Pass.WEIGHT: left})
         if self.overlap is None or not any(layer.reduction_ps for layer in self.layers):
             return StageTimes(*once, sync, optimizer)
         sync -= self.sum_of("overlapped_ps")
@@ -72,6 +82,40 @@ class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
         """Time of forward and backward with the sends at both ends."""
         redistribution = self.redistribution_forward_ps + self.redistribution_backward_ps
         return self.sum_of("microbatch_ps") + redistribution + self.send_before_ps + self.send_after_ps
+
+    @property
+    def weight_ps(self) -> int:
+        """Time of a weight pass, which is part of the layers' backward passes."""
+        passes = zip(self.layers, self.weight_passes, strict=bool(self.weight_passes))
+        return sum(round(layer.backward_ps * left.share) for layer, left in passes)
+
+    def split_backward_bytes(self) -> tuple[int, int]:
+        """Return the peak bytes of a micro-batch in a split backward pass: of a later one, and of the first.
+
+        Layers give up their activations and keep what is left for the weight pass, from the last one on; those that
+        leave nothing make their gradients, in the first pass anew.
+        """
+        peaks = []
+        for is_first in (False, True):
+            held, most = self.before_bytes + self.sum_of("activation_bytes"), 0
+            for layer, left in zip(reversed(self.layers), reversed(self.weight_passes), strict=True):
+                made = layer.memory.gradients + layer.memory.gradient_sums
+                held += is_first * made * (not left.deferred_bytes)
+                most = max(most, held + max(layer.workspace_bytes, left.deferred_bytes - layer.activation_bytes))
+                held += left.deferred_bytes - layer.activation_bytes
+            peaks.append(most)
+        later, first = peaks
+        return later, first
+
+    def first_weight_bytes(self) -> int:
+        """Return the peak bytes of a micro-batch in the first weight pass, which makes gradients layer by layer."""
+        held = most = sum(left.deferred_bytes for left in self.weight_passes)
+        for layer, left in zip(reversed(self.layers), reversed(self.weight_passes), strict=True):
+            if left.deferred_bytes:
+                held += layer.memory.gradients + layer.memory.gradient_sums
+                most = max(most, held)
+                held -= left.deferred_bytes
+        return most
 
     def sum_of(self, field: str) -> int:
         """Return the sum of one number over the layers."""
@@ -147,6 +191,11 @@ class StageCosts(msgspec.Struct, frozen=True, kw_only=True):
         """A': time of forward and backward with the sends at both ends of each range."""
         return sum(each.microbatch_ps for each in self.ranges)
 
+    @property
+    def hidden_ps(self) -> int:
+        """A - C: what the pipeline hides of a micro-batch's time while it fills and drains (`ClosedForm`)."""
+        return min(self.microbatch_ps, 2 * sum(each.weight_ps for each in self.ranges))
+
     def sum_of(self, field: str) -> int:
         """Return the sum of one number over the layers of all ranges."""
         return sum(each.sum_of(field) for each in self.ranges)
@@ -173,6 +222,9 @@ def range_costs(plan: Plan, costs: CostModel) -> list[RangeCosts]:
         sent, sends = transfers[index].send, transfers[index + 1].send
         traffic = chain(*zip(forward, backward, strict=True), (sent, sends))
         warnings = [warning for layer in priced for warning in layer.warnings]
+        given = samples, plan.precision, plan.attention
+        left = tuple(weight_pass(plan.model, name, s, *given) for name, s in layers) if plan.schedule.splits else ()
+        warnings += [_ESTIMATED] * plan.schedule.splits
         priced_ranges.append(
             RangeCosts(
                 layers=priced,
@@ -185,6 +237,7 @@ def range_costs(plan: Plan, costs: CostModel) -> list[RangeCosts]:
                 last_output_bytes=_output_bytes(costs, layers, samples),
                 gathered_first=_gathered_first(plan, index, priced),
                 overlap=_overlap(priced),
+                weight_passes=left,
                 warnings=(*warnings, *(cost.warning for cost in traffic if cost.warning is not None)),
             )
         )
@@ -246,6 +299,8 @@ def stage_costs(plan: Plan, stage: int, ranges: Sequence[RangeCosts]) -> StageCo
     """
     mine = tuple(ranges[stage :: len(plan.stages)])
     kept = [here.sum_of("activation_bytes") + here.before_bytes for here in mine]
+    if plan.schedule.splits:
+        return _split_stage_costs(plan, stage, mine[0])
     if len(mine) == 1:
         count = schedule_of(plan.schedule).in_flight(len(plan.stages), plan.num_microbatches, stage)
         keeps_sums = mine[0].sum_of("memory.gradient_sums") > 0
@@ -263,6 +318,37 @@ def stage_costs(plan: Plan, stage: int, ranges: Sequence[RangeCosts]) -> StageCo
         most = max(most, held + sum(map(mul, counts.made, gradients)) + passes[counts.chunk][counts.makes])
     most += before + after + max(before, after)
     return StageCosts(ranges=mine, activation_bytes=max_activation_bytes, working_bytes=most)
+
+
+def _split_stage_costs(plan: Plan, stage: int, here: RangeCosts) -> StageCosts:
+    """Return a stage whose backward passes are split.
+
+    What these leave is held until their weight passes, of which the first makes the gradients of layers with any.
+    """
+    left = [each.deferred_bytes for each in here.weight_passes]
+    kept, deferred = here.sum_of("activation_bytes") + here.before_bytes, sum(left)
+    made = [layer.memory.gradients + layer.memory.gradient_sums for layer in here.layers]
+    joint = sum(each for each, later in zip(made, left, strict=True) if not later)
+    backward = here.split_backward_bytes()
+    max_activation_bytes = most = weights = 0
+    shape = schedule_of(plan.schedule), len(plan.stages), plan.num_microbatches, stage
+    for counts, sent in zip(pass_counts(*shape, 1), unreceived_gradients(*shape), strict=True):
+        held = counts.in_flight[0] * kept + counts.deferred[0] * deferred
+        own = deferred if counts.kind is Pass.WEIGHT else kept
+        match counts.kind:
+            case Pass.FORWARD:
+                working, *_ = here.pass_bytes(-1, False)
+            case Pass.BACKWARD:
+                working = backward[counts.makes]
+            case _:
+                working = deferred if weights else here.first_weight_bytes()
+        there = counts.made[0] * joint + weights
+        max_activation_bytes = max(max_activation_bytes, held + own)
+        most = max(most, held + there + working + sent * here.before_bytes)
+        if counts.kind is Pass.WEIGHT:
+            weights = sum(made) - joint
+    most += here.before_bytes + here.after_bytes + max(here.before_bytes, here.after_bytes)
+    return StageCosts(ranges=(here,), activation_bytes=max_activation_bytes, working_bytes=most)
 
 
 @lru_cache(maxsize=4096)

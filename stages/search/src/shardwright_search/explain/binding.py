@@ -11,6 +11,7 @@ from shardwright.display.plan_words import range_words, strategy_words
 from shardwright.io import BadInput
 from shardwright.plan.axes import effective
 from shardwright.plan.schedules.closed_form import step_time
+from shardwright.plan.schedules.passes import Pass
 from shardwright.plan.schedules.registry import schedule_of
 from shardwright.types import MIB, DataParallel, Estimate, LayerStrategy, Plan, Recompute
 from shardwright_search.cost_model.layer import CostModel, picoseconds
@@ -63,7 +64,10 @@ def step_parts(plan: Plan, estimate: Estimate) -> StepParts:
     times = [picoseconds(stage.time_s) for stage in estimate.stages]
     end = max(picoseconds(sum(stage.time_terms_s[name] for name in STEP_TERMS)) for stage in estimate.stages)
     forms = schedule_of(plan.schedule).closed_forms(plan.num_microbatches, len(plan.stages[0].layers))
-    bottleneck, passes = plan.num_microbatches * max(times), step_time(forms, sum(times), max(times), 0)
+    hidden = [2 * picoseconds(stage.time_terms_s.get(str(Pass.WEIGHT), 0.0)) for stage in estimate.stages]
+    hidden = list(map(min, hidden, times))
+    total, bottleneck = sum(times) - sum(hidden), plan.num_microbatches * max(times)
+    passes = step_time(forms, total, max(times), 0, max(hidden))
     always = picoseconds(estimate.objective_s) - passes - end
     parts = (bottleneck, passes - bottleneck, end, always)
     return StepParts(times.index(max(times)), *(part / _PER_SECOND for part in parts))

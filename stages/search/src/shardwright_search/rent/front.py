@@ -23,7 +23,7 @@ from shardwright_search.search import Report, listed
 from shardwright_search.solver.exhaust import exhaust
 from shardwright_search.solver.stopping import latest, soon
 from shardwright_search.solver.targets import Best, Solvable, Target
-from shardwright_search.space.configurations import Configuration
+from shardwright_search.space.configurations import Configuration, is_solved
 from shardwright_search.space.request import BatchRange, Objective, SearchRequest, StageWidths
 from shardwright_search.space.search_space import SearchSpace, Unlisted, space_of
 
@@ -97,6 +97,8 @@ def check_rentable(request: SearchRequest, file: Path) -> None:
         raise BadInput(file, "global_batch_size: a range has no price per step", "give one batch size")
     if isinstance(request.stage_widths, tuple):
         raise BadInput(file, "stage_widths: listed widths fit only one cluster", "use equal or any")
+    if found := [schedule for schedule in request.schedules if not is_solved(schedule)]:
+        raise BadInput(file, f"schedules: {found[0]} is found behind one search, not along a front", "leave it out")
 
 
 def find_front(

@@ -14,6 +14,7 @@ from shardwright.plan.schedules.registry import schedule_of
 from shardwright.types import (
     Cluster,
     DataParallel,
+    GradientReduction,
     LayerStrategy,
     Model,
     Recompute,
@@ -110,8 +111,9 @@ class Configuration(NamedTuple):
         Raises ValueError for passes that others hide: labels have no column for the largest A - C.
         """
         schedule = schedule_of(self.schedule)
-        if hidden := [kind for kind in schedule.kinds if kind.fill != 1]:
-            raise ValueError(f"the search has no bound for schedules with passes of kind {hidden[0]}")
+        if not is_solved(self.schedule):
+            hidden = next(kind for kind in schedule.kinds if kind.fill != 1)
+            raise ValueError(f"the search has no bound for schedules with passes of kind {hidden}")
         return schedule.closed_forms(self.num_microbatches, self.num_chunks)
 
     def __str__(self) -> str:
@@ -208,10 +210,15 @@ def configurations(request: SearchRequest, model: Model, cluster: Cluster, file:
         for count in sorted(set(request.num_microbatches or divisors(batch)))
         if batch % count == 0
         for pp_size in _pp_sizes(request, devices, layers)
-        for schedule in sorted(set(request.schedules))
+        for schedule in sorted(filter(is_solved, set(request.schedules)))
         for chunks in _chunks(request, layers, pp_size, schedule)
         for widths in _widths(request, devices, pp_size, schedule)
     )
+
+
+def is_solved(schedule: Schedule) -> bool:
+    """Return whether the search has a closed form of a schedule: it has none where some passes hide others."""
+    return all(kind.fill == 1 for kind in schedule_of(schedule).kinds)
 
 
 def divisors(number: int) -> tuple[int, ...]:
@@ -265,6 +272,15 @@ def _problems(request: SearchRequest, devices: int, layers: int) -> Iterator[tup
     if layers > _MAX_LAYERS:
         problem = f"a model of {layers} layers: time and memory of a search grow with their square"
         yield problem, f"search for at most {_MAX_LAYERS} layers"
+    for schedule in sorted(set(request.schedules)):
+        if is_solved(schedule):
+            continue
+        if not any(map(is_solved, request.schedules)):
+            yield f"schedules: {schedule} is looked for behind the best plan of another schedule", "list 1f1b, too"
+        if request.compile:
+            yield f"schedules: {schedule} splits backward passes, compiled ones are joint", "leave compile out"
+        if request.gradient_reduction is GradientReduction.EVERY_MICROBATCH:
+            yield f"schedules: {schedule} sums gradients over a step", "choose gradient_reduction deferred"
     asked, ranks = request.stage_widths, f"the number of devices, {devices}"
     listed = asked if isinstance(asked, tuple) else ()
     for each in listed:
@@ -273,7 +289,7 @@ def _problems(request: SearchRequest, devices: int, layers: int) -> Iterator[tup
             yield f"{name} are {sum(each)} ranks, the cluster has {devices} devices", "list widths of all devices"
         if unequal and not request.fine_grained:
             yield f"{name}, but one strategy for all layers is of one width", "set fine_grained, or list equal widths"
-        if unequal and all(schedule.interleaves for schedule in request.schedules):
+        if unequal and all(schedule.interleaves for schedule in request.schedules if is_solved(schedule)):
             yield f"{name}, but interleaved stages are equally wide", "allow 1f1b or gpipe, or list equal widths"
     widths = {width for each in listed for width in each} or {devices}
     for field in ("tp_sizes", "cp_sizes", "shard_sizes", "ep_sizes", "etp_sizes"):

@@ -133,6 +133,7 @@ def frees_outputs(model: Model) -> bool:
 class PassCounts(NamedTuple):
     """A pass of a stage, and the stage's memory during it."""
 
+    kind: Pass
     chunk: int
     """The chunk that is worked on."""
     in_flight: tuple[int, ...]
@@ -176,13 +177,34 @@ def pass_counts(
             pending = [each for each in pending if each[0] > done]
         freed = tuple((count - held[at]) * sends[at] for at, count in enumerate(in_flight))
         deferred, makes = tuple(map(sum, zip(*later, strict=True))), kind.makes_gradients and not made[chunk]
-        yield PassCounts(chunk, tuple(in_flight), deferred, freed, tuple(made), makes)
+        yield PassCounts(kind, chunk, tuple(in_flight), deferred, freed, tuple(made), makes)
         if kind in kept:
             kept[kind][chunk] += 1
         made[chunk] |= kind.makes_gradients
         if kind.way > 0 and (received := number_there(action, 1)) is not None:
             pending.append((received, chunk))
             held[chunk] += 1
+
+
+def unreceived_gradients(
+    schedule: PipelineSchedule, num_stages: int, num_microbatches: int, stage: int
+) -> Iterator[int]:
+    """Yield, for every action of a stage, the gradients sent before that are not known to be received.
+
+    Their memory is free once a message of the stage that receives them shows that it is past them.
+    """
+    here = schedule.actions(num_stages, num_microbatches, stage)
+    if stage == 0:
+        yield from (0 for _ in here)
+        return
+    order = {action: i for i, action in enumerate(schedule.actions(num_stages, num_microbatches, stage - 1))}
+    pending = list[int]()
+    for action in here:
+        if action.kind.way > 0:
+            pending = [taken_at for taken_at in pending if taken_at > order[action]]
+        yield len(pending)
+        if action.kind.way < 0:
+            pending.append(order[action])
 
 
 def layer_passes(gradients: ArrayLike, activation: ArrayLike, workspace: ArrayLike) -> LayerMemory:

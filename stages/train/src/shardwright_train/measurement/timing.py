@@ -135,9 +135,9 @@ def _passes(intervals: Sequence[Interval]) -> Iterator[PassTime]:
     waited: Interval | None = None
     for interval in intervals:
         match interval.name.partition("."):
-            case ("forward" | "backward", _, "wait"):
+            case ("forward" | "backward", _, "wait") | ("weight", _, "begin"):
                 waited = interval
-            case ("forward" | "backward" as kind, _, "end"):
+            case ("forward" | "backward" | "weight" as kind, _, "end"):
                 assert waited is not None and interval.at is not None
                 start_s = waited.start_s + waited.time_s
                 microbatch, chunk = interval.at

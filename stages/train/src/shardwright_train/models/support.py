@@ -13,7 +13,7 @@ from shardwright.models.registry import FAMILIES
 from shardwright.plan.axes import axes_of
 from shardwright.plan.offload import check_offload
 from shardwright.plan.supported_fields import check_fields
-from shardwright.types import FP8, HEAD, Attention, Plan
+from shardwright.types import FP8, HEAD, Attention, GradientReduction, Plan
 from shardwright_train.imports import without_collection
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
@@ -103,6 +103,17 @@ def _beyond(plan: Plan) -> Iterator[tuple[str, str]]:
         )
     if plan.attention is Attention.FLASH_ATTENTION_2 and (obstacle := flash_obstacle(plan)) is not None:
         yield f"attention {plan.attention} {obstacle}", "use auto, sdpa or eager"
+    if plan.schedule.splits:
+        if plan.compile:
+            yield (
+                f"compile: the schedule {plan.schedule} splits backward passes, compiled ones are joint",
+                "leave it out",
+            )
+        if plan.gradient_reduction is GradientReduction.EVERY_MICROBATCH:
+            yield (
+                f"gradient_reduction every_microbatch: the schedule {plan.schedule} sums gradients over a step",
+                "reduce them once a step: deferred",
+            )
     if plan.compile and any(kind.experts is not UNSET for kind in plan.model.types.values()):
         yield (
             "compile: blocks with experts cannot be compiled, because the host reads how many rows each expert has",

@@ -23,6 +23,7 @@ from shardwright_train.parallel.data import (
 from shardwright_train.parallel.sequence import share_attention
 from shardwright_train.parallel.sharding_rules import Cut, Parts, Rule, cuts
 from shardwright_train.parallel.tensor import TensorParallel, apply_tensor_parallel, enter_before
+from shardwright_train.parallel.weight_products import WeightProducts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,8 @@ class ModuleStyle:
     """Parameters that are not trained, by their names in the module."""
     has_backward: bool = True
     """Whether a backward pass goes through the layer."""
+    products: WeightProducts | None = None
+    """What its backward passes leave to weight passes; None if these make all gradients."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,8 @@ class ParallelModule:
     """Sharding of each parameter by expert and tensor parallelism, by its name in the module."""
     has_backward: bool
     """Whether a backward pass goes through it."""
+    products: WeightProducts | None
+    """What its backward passes leave to weight passes."""
 
     @cached_property
     def unit_of(self) -> dict[str, Unit]:
@@ -133,6 +138,8 @@ def parallelize(
     """
     # Tensor parallelism: parameters are sharded, the products joined by collectives; with Megatron's sequence
     # parallelism these scatter and gather the sequence.
+    if style.products is not None:
+        style.products.take_from(module)
     root_of = {name: _root_of(name, sharings) for name, _ in module.named_modules()}
     cut_of = {cut.name: cut for cut in cuts(module, style.rules)}
     units = {root: _unit(module, root, root_of, cut_of, sharing) for root, sharing in sharings.items()}
@@ -165,7 +172,13 @@ def parallelize(
         dim_of = {p: unit.states_dim(cut_of[name]) for name, p in unit.named_parameters()}
         apply_fsdp(unit.module, unit.strategy.data_parallel, data_axes(unit.sharing.mesh), precision, inner, dim_of)
         inner |= _unwrapped(unit, cut_of)
-    return ParallelModule(module=module, units=tuple(units.values()), cut_of=cut_of, has_backward=style.has_backward)
+    return ParallelModule(
+        module=module,
+        units=tuple(units.values()),
+        cut_of=cut_of,
+        has_backward=style.has_backward,
+        products=style.products,
+    )
 
 
 def parallelize_stage(stage: nn.Module, layers: Sequence[ParallelModule]) -> Gathers:

@@ -32,6 +32,8 @@ from shardwright_train.parallel.rng import Randomness, RNGKey
 from shardwright_train.parallel.sequence import SHARED_ATTENTION
 from shardwright_train.parallel.sharding_rules import BUFFER
 from shardwright_train.parallel.tensor import TensorParallel, share_of
+from shardwright_train.parallel.weight_products import WeightProducts
+from shardwright_train.torch_private import end_of_weight_pass
 
 
 class GivenWeights(Protocol):
@@ -172,6 +174,14 @@ class Layer:
         for reduction in self.reductions:
             reduction.start()
 
+    def make_weight_gradients(self, last: bool) -> None:
+        """Make the gradients that the oldest backward pass has left; the step's last ones are reduced at once."""
+        if self.parallel.products is not None:
+            self.parallel.products.make()
+        for unit in self.parallel.units:
+            end_of_weight_pass(unit.module, reduces=last and unit.gradient_all_reduce is None)
+        self.start_reductions()
+
     def described_name(self, name: str) -> str:
         """The model description's name of a parameter of the module."""
         return self.family.described_name(self.kind, name)
@@ -272,6 +282,7 @@ def _style(
     """How a layer's module is made parallel; `parameters`: their descriptions by their names in the module."""
     family, kind, config = context.family, base_type(type_name), context.family.configuration(context.plan.model)
     buffers = {local: BUFFER for local, parameter in parameters.items() if parameter.is_buffer}
+    splits = context.plan.schedule.splits
     return ModuleStyle(
         rules=family.rules | buffers | low_rank_rules(parameters, kind == HEAD),
         parts=family.parts_of(kind, strategy),
@@ -280,6 +291,7 @@ def _style(
         compile=compiled,
         frozen=frozenset(local for local, parameter in parameters.items() if not parameter.trained),
         has_backward=context.plan.model.types[type_name].has_backward,
+        products=WeightProducts() if splits and kind not in (EMBEDDING, HEAD) else None,
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import ge
 from typing import NamedTuple
 
 import torch
@@ -222,14 +223,42 @@ def until_fullest(actions: Sequence[Action]) -> tuple[Action, ...]:
 
     From then on each forward pass reuses memory that a backward pass has freed, so the peak no longer grows. One more
     microbatch has begun than has been added, because the very last backward pass reduces gradients instead of adding.
+    With weight passes it grows until no later moment holds more.
     """
-    chunks, gone, begun = {action.chunk for action in actions}, dict[int, int](), set[int]()
-    for kind, microbatch, chunk in actions:
+    chunks, gone, begun = {action.chunk for action in actions}, dict[tuple[Pass, int], int](), set[int]()
+    making = {action.kind for action in actions if action.kind.makes_gradients}
+    left = set(most_held(actions)) if Pass.WEIGHT in making else set()
+    for (kind, microbatch, chunk), held in zip(actions, _held(actions), strict=True):
         begun.add(microbatch)
-        gone[chunk] = gone.get(chunk, 0) + kind.makes_gradients
-        if len(begun) > _ADDS and all(gone.get(each, 0) >= _ADDS for each in chunks):
+        gone[kind, chunk] = gone.get((kind, chunk), 0) + 1
+        left.discard(held)
+        is_added = all(gone.get((each, there), 0) >= _ADDS for each in making for there in chunks)
+        if len(begun) > _ADDS and is_added and not left:
             break
     return tuple(action for action in actions if action.microbatch in begun)
+
+
+class _Held(NamedTuple):
+    """What a stage with weight passes holds: numbers of microbatches, and whether its gradients are there."""
+
+    in_flight: int
+    deferred: int
+    made: bool
+
+
+def _held(actions: Sequence[Action]) -> Iterator[_Held]:
+    """Yield what a stage holds after each action."""
+    done = dict.fromkeys(Pass, 0)
+    for action in actions:
+        done[action.kind] += 1
+        forward, backward, weight = done.values()
+        yield _Held(forward - backward, backward - weight, weight > 0)
+
+
+def most_held(actions: Sequence[Action]) -> frozenset[_Held]:
+    """Return what a stage with weight passes holds at moments that hold no less of anything than any other moment."""
+    held = set(_held(actions))
+    return frozenset(each for each in held if not any(more != each and all(map(ge, more, each)) for more in held))
 
 
 def _cut_off(port: Port) -> Port:

@@ -112,7 +112,7 @@ def mask_bytes(context: RankContext) -> int:
     plan, stage = context.plan, context.stage_index
     ranges = plan.stages[stage].layers
     passes, alive, largest = Counter[int](), 0, 0
-    for _, microbatch, _ in stage_actions(plan, stage):
+    for _, microbatch, _ in (action for action in stage_actions(plan, stage) if action.kind.way):
         alive += passes[microbatch] == 0
         passes[microbatch] += 1
         largest = max(largest, alive)
@@ -135,7 +135,7 @@ class StepHook(Protocol):
 
     A pass calls it with `<kind>.begin`, `<kind>.wait` once the messages are there that it begins with,
     `<segment>.<kind>` at the end of each segment (or of a part of it) and `<kind>.end`, where kind is `forward` or
-    `backward`; outside of passes stand `start`, `reduced` and `optimizer`.
+    `backward`; a `weight` pass with its begin and end; outside of passes stand `start`, `reduced` and `optimizer`.
     """
 
     def __call__(self, name: str, at: MicrobatchChunk | None = None) -> None:
@@ -180,7 +180,7 @@ def run_step(stage: Stage, pipeline: Pipeline, step: Step, hook: StepHook = no_h
     passes.messages.expect(todo[0])
     for number, (action, following) in enumerate(zip(todo, [*todo[1:], None], strict=True)):
         kind, _, chunk = action
-        # FSDP2 must know the last backward pass of a chunk: it reshards and cleans up after that one.
+        # FSDP2 must know the last pass of a chunk that makes gradients: it reshards and cleans up after that one.
         last = not any(each.makes_gradients and later == chunk for each, _, later in todo[number + 1 :])
         if not stage.computes(action):
             passes.no_backward(action, following, last)
@@ -189,9 +189,10 @@ def run_step(stage: Stage, pipeline: Pipeline, step: Step, hook: StepHook = no_h
         if kind.makes_gradients:
             stage.chunks[chunk].prepare_backward(last or reduces_each, last)
         # ZeRO-3 gathers the first layer of the next action during this one; actions without computation gather nothing.
-        stage.prepare_gathers(action, next(filter(stage.computes, todo[number + 1 :]), None))
+        if kind.way:
+            stage.prepare_gathers(action, next(filter(stage.gathers_for, todo[number + 1 :]), None))
         play(action, following)
-        if kind.makes_gradients:
+        if kind.way and kind.makes_gradients:
             # A layer whose inputs need no gradient (the embedding) has no autograd hook that would start its reduction.
             stage.chunks[chunk].start_reductions()
     passes.messages.wait()
@@ -241,7 +242,7 @@ class _Passes:
 
     def of_kind(self, kind: Pass) -> Callable[[Action, Action | None], None]:
         """Return the method that runs a kind of pass."""
-        methods = {Pass.FORWARD: self.forward, Pass.BACKWARD: self.backward}
+        methods = {Pass.FORWARD: self.forward, Pass.BACKWARD: self.backward, Pass.WEIGHT: self.weight}
         if kind not in methods:
             raise ValueError(f"the runtime does not run passes of kind {kind}")
         return methods[kind]
@@ -287,22 +288,31 @@ class _Passes:
         given = [(end, gradient) for end, gradient in zip(ends, gradients, strict=True) if end is not None]
         roots: Sequence[Any] = [*(end for end, _ in given), *losses]
         torch.autograd.backward(roots, [*(each for _, each in given), *(torch.full_like(x, share) for x in losses)])
+        self.stage.chunks[chunk].end_backward()
         self._end_segments(at)
         self.hook("backward.end", at)
         if leaves:
             # An unused input has no gradient, but the previous stage waits for a message.
             self.messages.send([torch.zeros_like(x) if x.grad is None else x.grad for x in states], action)
 
-    def no_backward(self, action: Action, following: Action | None, last: bool) -> None:
-        """Go through the events of a backward pass whose chunk has nothing to train."""
+    def weight(self, action: Action, following: Action | None) -> None:
         at = action.microbatch, action.chunk
-        self.hook("backward.begin", at)
+        self.hook("weight.begin", at)
         self._received(action, following)
-        self.hook("backward.wait", at)
-        self._end_segments(at)
+        self.stage.chunks[action.chunk].make_weight_gradients()
+        self.hook("weight.end", at)
+
+    def no_backward(self, action: Action, following: Action | None, last: bool) -> None:
+        """Go through the events of a backward or weight pass whose chunk has nothing to train."""
+        at = action.microbatch, action.chunk
+        self.hook(f"{action.kind}.begin", at)
+        self._received(action, following)
+        if action.kind.way:
+            self.hook(f"{action.kind}.wait", at)
+            self._end_segments(at)
         if last:
             self.stage.chunks[action.chunk].end_step()
-        self.hook("backward.end", at)
+        self.hook(f"{action.kind}.end", at)
 
     def _note_segment(self, at: MicrobatchChunk, name: str) -> None:
         self.segments[at].append(name)

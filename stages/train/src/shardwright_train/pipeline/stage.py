@@ -40,6 +40,7 @@ class Chunk(nn.Module):
         super().__init__()
         self.layers, self.has_backward, self.needs_gradient = layers, has_backward, needs_gradient
         self.children_by_name = nn.ModuleDict({str(i): layer.module for i, layer in enumerate(layers)})
+        self._is_last = False
         self.gathers = parallelize_stage(self, [layer.parallel for layer in layers])
 
     def forward(
@@ -63,10 +64,11 @@ class Chunk(nn.Module):
         return (*(["embedding"] if EMBEDDING in kinds else []), "layers", *(["head"] if HEAD in kinds else []))
 
     def prepare_backward(self, reduce_gradients: bool, last: bool) -> None:
-        """Set whether the next backward pass reduces gradients and whether it is the step's last.
+        """Set whether the next pass that makes gradients reduces them and whether it is the step's last.
 
         ZeRO-3 units give their gathered parameters back after every backward pass, the others after the last.
         """
+        self._is_last = last
         if not self.layers or not self.has_backward:
             return
         assert isinstance(self, FSDPModule)
@@ -85,9 +87,25 @@ class Chunk(nn.Module):
                     unit.module.set_requires_gradient_sync(False, recurse=False)
 
     def end_step(self) -> None:
-        """End a step without backward passes: FSDP2 forgets its forward passes, and shards the parameters again."""
+        """End a step that no backward pass ends: FSDP2 forgets its forward passes, and shards the parameters again."""
         if self.layers:
             end_without_backward(self)
+
+    def make_weight_gradients(self) -> None:
+        """Make the gradients that the oldest backward pass has left, layer by layer from the last to the first.
+
+        The step's last ones are reduced while those of the layers before are made.
+        """
+        for layer in reversed(self.layers):
+            layer.make_weight_gradients(self._is_last)
+        if self._is_last:
+            self.end_step()
+
+    def end_backward(self) -> None:
+        """End a backward pass: what it has left belongs to one weight pass."""
+        for layer in self.layers:
+            if (products := layer.parallel.products) is not None:
+                products.end_of_pass()
 
     def start_reductions(self) -> None:
         """After a backward pass, start to reduce the layers whose inputs have no gradient to trigger it."""
@@ -126,6 +144,10 @@ class Stage:
     def computes(self, action: Action) -> bool:
         """Whether an action computes something: layers before the first trained one make no gradients."""
         return self.chunks[action.chunk].has_backward or not action.kind.makes_gradients
+
+    def gathers_for(self, action: Action) -> bool:
+        """Whether an action computes with parameters that ZeRO-3 gathers: weight passes do not."""
+        return bool(action.kind.way) and self.computes(action)
 
     def parameters(self) -> Iterator[tuple[Layer, str, nn.Parameter]]:
         """Yield this rank's parameters, with their layer and their name in the model description."""

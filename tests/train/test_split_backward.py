@@ -1,0 +1,86 @@
+"""Split backward passes give what joint ones give, to the bit; what cannot be split is refused."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from forked_ranks import run_worker
+from random_plans import random_plan
+from rest_long import rest_long
+from split_plans import split, split_plans
+from tiny_models import tiny
+
+from shardwright.io import BadInput, write_document
+from shardwright.types import (
+    GradientReduction,
+    LayerStrategy,
+    PipelineStage,
+    Plans,
+    Recompute,
+    Schedule,
+    Strategy,
+)
+from shardwright_train.models.support import check_supported
+
+pytestmark = pytest.mark.timeout(900)
+PARTS = 8
+"""Launches into which the plans of one number of ranks are divided."""
+
+
+@pytest.mark.parametrize(("world_size", "part"), rest_long(1, [(n, part) for n in (2, 4) for part in range(PARTS)]))
+def test_gradients_and_two_steps_are_those_of_joint_backward_passes_to_the_bit(
+    tmp_path: Path, world_size: int, part: int
+) -> None:
+    plans = split_plans(world_size)[part::PARTS]
+    write_document(tmp_path / "plans.json", Plans(plans=tuple(plans)))
+    run_worker("split_worker", [str(tmp_path / "plans.json")], world_size)
+
+
+@pytest.mark.parametrize("stages", rest_long(0, (2, 4)))
+def test_a_pipeline_of_slowed_stages_takes_as_long_as_simulated_and_less_than_1f1b(tmp_path: Path, stages: int) -> None:
+    """Within 5 %, of passes that took what they took."""
+    layers, one = 4 // stages, {"tp_size": 1, "dp_size": 1}
+    plan = msgspec.structs.replace(
+        random_plan(tiny("llama"), 0, stages, "float32", stages=stages),
+        num_microbatches=8,
+        gradient_reduction=GradientReduction.DEFERRED,
+        stages=tuple(PipelineStage(ranks=(i,), layers=((i * layers, (i + 1) * layers),)) for i in range(stages)),
+        embedding=Strategy(**one),
+        head=Strategy(**one),
+        layers=(LayerStrategy(type="block", **one),) * 4,
+    )
+    write_document(tmp_path / "plans.json", Plans(plans=(plan,)))
+    run_worker("split_times_worker", [str(tmp_path / "plans.json"), str(tmp_path / "times.json")], stages)
+    times = json.loads((tmp_path / "times.json").read_text())
+    print(times)
+    for measured_s, simulated_s in times.values():
+        assert measured_s == pytest.approx(simulated_s, rel=0.05)
+    assert times["zero_bubble"][0] < times["1f1b"][0]
+
+
+def test_the_plans_split_every_family_and_every_strategy() -> None:
+    plans = [plan for world_size in (2, 4) for plan in split_plans(world_size)]
+    layers = [layer for plan in plans for layer in plan.layers]
+    assert {layer.recompute for layer in layers} == set(Recompute)
+    assert len({(layer.data_parallel, layer.sequence_parallel) for layer in layers}) == 9
+    assert any(layer.cp_size > 1 for layer in layers) and any(layer.experts for layer in layers)
+    assert len({plan.model.family for plan in plans}) >= 28
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"compile": True}, "compile: the schedule zero_bubble splits backward passes, compiled ones are joint"),
+        (
+            {"gradient_reduction": GradientReduction.EVERY_MICROBATCH},
+            "gradient_reduction every_microbatch: the schedule zero_bubble sums gradients over a step",
+        ),
+    ],
+)
+def test_what_cannot_be_split_is_refused_by_name(changes: dict[str, object], problem: str) -> None:
+    plan = split(random_plan(tiny("llama"), 0, 2, stages=2))
+    assert plan.schedule is Schedule.ZERO_BUBBLE
+    check_supported(plan, "plan.json")
+    with pytest.raises(BadInput, match=problem):
+        check_supported(msgspec.structs.replace(plan, **changes), "plan.json")
