@@ -25,7 +25,6 @@ from shardwright_search.space.request import Dimension, SearchRequest
 from shardwright_train.cli import APP
 from shardwright_train.commands.documents import describe_folder
 
-KINDS = "starcoder2", "qwen3_next"  # which has attention of two kinds, and experts
 UNMEASURED = Dimension.RECOMPUTE, Dimension.TENSOR_PARALLEL
 KIND, TOKENS, LENGTH = "starcoder2", 260, 16
 
@@ -88,7 +87,7 @@ def test_a_type_without_facts_goes_the_whole_way(folder: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [KIND])
 def test_two_ranks_train_a_model_and_then_low_rank_matrices_of_what_was_converted(folder: Path, kind: str) -> None:
     """With recomputed layers in a pipeline; the folder is opened by transformers, and the adapter by peft."""
     whole = describe_folder(folder, "tiny", LENGTH)
