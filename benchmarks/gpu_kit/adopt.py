@@ -28,7 +28,7 @@ from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.cost_model.profiles import read_profiles
 
 _MAX_BYTES = 2**26
-_TABLE = Path("core/src/shardwright/estimate/devices/devices.toml")
+_TABLE = Path("core/src/shardwright/devices/devices.toml")
 _ALLOWED = 0.02
 """By how much the error of a prediction may grow when formulas change: two percentage points."""
 _PACKED_PROFILES = "kit/profiles"

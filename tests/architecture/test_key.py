@@ -67,7 +67,7 @@ ADDED = {
         '    """Activations that are computed again in the backward pass."""\n',
         "    gp_size: Ranks = 1\n",
     ),
-    "plan/axes.py": ('    *("type", "recompute", "context"),  # these three cut nothing\n', '    "gp_size",\n'),
+    "plan/axes.py": ('    *("type", "recompute", "context", "offload"),  # these cut nothing\n', '    "gp_size",\n'),
     "types/strategy.py": (
         '    """Ranks that one sample, or its part under `cp_size`, is split over."""\n',
         "    gp_size: Ranks = 1\n",

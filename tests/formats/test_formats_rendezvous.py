@@ -39,11 +39,12 @@ class Do(NamedTuple):
 
 
 def edges_of(action: Action, stage: int, p: int, v: int) -> tuple[Edge | None, Edge | None]:
-    """Where an action's message comes from and where what it makes goes to; None at the ends of the model."""
+    """Where an action's message comes from and where what it makes goes to; None at the ends of the model, and of weight passes."""
     kind, _, chunk = action
-    step = 1 if kind is Pass.FORWARD else -1
+    if not kind.way:
+        return None, None
     here = chunk * p + stage
-    ways = ((here - step, here), (here, here + step))
+    ways = ((here - kind.way, here), (here, here + kind.way))
     found = [None if {a, b} & {-1, v * p} else (kind, a % p, b % p, a // p != b // p) for a, b in ways]
     return found[0], found[1]
 

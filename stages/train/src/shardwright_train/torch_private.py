@@ -40,7 +40,6 @@ name |
 | `torch._dynamo.config`: `skip_fwd_side_effects_in_bwd_under_checkpoint`, `recompile_limit`, \
 `accumulated_recompile_limit`, `fail_on_recompile_limit_hit` | parameters swapped inside recomputed and compiled \
 parts; no layer that runs uncompiled in silence | `torch.compiler.config`, which has other settings so far |
-| `torch._dynamo.utils.counters` | graph breaks, in tests | `torch._dynamo.explain`, as private |
 | `torch._C._distributed_c10d._dump_fr_trace_json`, `_dump_nccl_trace_json` | what collectives a rank that hangs has \
 entered | `torch.distributed.flight_recorder`, which reads pickles, once it makes and reads JSON |
 | `torch.ops._c10d_functional` | what collectives are in a compiled graph | none |
