@@ -15,8 +15,8 @@ from configuration_types import Configuration
 
 UNORDERED = frozenset(
     "blend chunks_per_stage context cp_sizes data_parallel disable ep_sizes etp_sizes expert_data_parallel frozen "
-    "global_batch_size log_to memory_gib micro_batch_sizes num_microbatches optimizer pp_sizes recompute schedules "
-    "sequence_lengths sequence_parallel shard_sizes stage_widths tp_consecutive tp_sizes".split()
+    "global_batch_size log_to memory_gib micro_batch_sizes num_microbatches offload optimizer pp_sizes recompute "
+    "schedules sequence_lengths sequence_parallel shard_sizes stage_widths tp_consecutive tp_sizes".split()
 )
 """Keys of lists and mappings whose order does not matter; the order of others does, such as pictures on a page."""
 _EXACT = 2**53

@@ -64,6 +64,7 @@ def plans_of(setting: Setting, model: Model, ranks: int, **fields: object) -> di
         piped("interleaved 1F1B, 2 stages, 5 microbatches", Schedule.INTERLEAVED_1F1B, chunks=2),
         piped("1F1B, 2 stages, 5 microbatches", Schedule.ONE_F_ONE_B, chunks=1),
         piped("GPipe, 2 stages, 5 microbatches", Schedule.GPIPE, chunks=1),
+        piped("split backward passes, 2 stages, 5 microbatches", Schedule.ZERO_BUBBLE, chunks=1),
         whole(Strategy(tp_size=1, dp_size=ranks, data_parallel=DataParallel.ZERO3), "ZeRO-3, 5 microbatches", 5),
         sharded("tensor parallel 2", SequenceParallel.NONE),
         sharded("tensor parallel 2, Megatron's sequence parallelism", SequenceParallel.MEGATRON),

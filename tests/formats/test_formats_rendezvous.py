@@ -39,7 +39,10 @@ class Do(NamedTuple):
 
 
 def edges_of(action: Action, stage: int, p: int, v: int) -> tuple[Edge | None, Edge | None]:
-    """Where an action's message comes from and where what it makes goes to; None at the ends of the model, and of weight passes."""
+    """Where an action's message comes from and where what it makes goes to.
+
+    None at the ends of the model, and of weight passes.
+    """
     kind, _, chunk = action
     if not kind.way:
         return None, None

@@ -18,7 +18,7 @@ def plans(make) -> tuple[Plan, Plan]:
     plain = LayerStrategy(type="block", tp_size=1, dp_size=1)
     full = replace(plain, recompute="full")
     first = Plan(
-        name="first", model=model, cluster=cluster, global_batch_size=8, num_microbatches=4, schedule="1f1b",
+        name="first", model=model, cluster=cluster, global_batch_size=8, num_microbatches=4, schedule=Schedule.ONE_F_ONE_B,
         stages=(PipelineStage(ranks=(0,), layers=((0, 2),)), PipelineStage(ranks=(1,), layers=((2, 4),))),
         embedding=ONE, head=ONE, layers=(plain, full, plain, plain),
     )  # fmt: skip
@@ -83,7 +83,7 @@ def test_a_plan_differs_in_nothing_from_itself_and_from_another_spelling(plans):
 def test_all_other_decisions_are_told(plans, make):
     plan, _ = plans
     changed = replace(
-        plan, global_batch_size=16, schedule="gpipe", gradient_reduction="every_microbatch",
+        plan, global_batch_size=16, schedule=Schedule.GPIPE, gradient_reduction="every_microbatch",
         attention="eager", cluster=replace(plan.cluster, name="elsewhere"),
         precision=replace(plan.precision, compute="bfloat16"),
     )  # fmt: skip

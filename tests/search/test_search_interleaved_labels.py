@@ -39,7 +39,7 @@ def labels_of(numbers: Numbers, layouts: NDArray[np.int64]) -> ChunkLabels:
         time, exposed, state, activation, gradient, above, making = each
         peak = activation + above
         making = peak + np.minimum(making, gradient)
-        chains.append(Chain(time, exposed, state, activation, gradient, peak, making, *layouts))
+        chains.append(Chain(time, exposed, state, activation, gradient, peak, making, np.zeros_like(time), *layouts))
     none = np.zeros(numbers.shape[-1], int)
     return ChunkLabels(tuple(chains), none, none)
 

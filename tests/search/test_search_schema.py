@@ -25,6 +25,7 @@ FULL = {
     "space": "dp+tp",
     "disable": ["recompute", "sequence_parallel", "context_parallel", "expert_parallel"],
     "fine_grained": False,
+    "offload": ["none", "optimizer"],
     "tolerance": 0.02,
     "pp_sizes": [1, 2],
     "max_pp_size": 2,

@@ -91,5 +91,11 @@ def mixed_plan() -> Plan:
     embedding = Strategy(**shared, data_parallel=DataParallel.ZERO2)
     head = Strategy(**split, sequence_parallel=SequenceParallel.MEGATRON)
     return msgspec.structs.replace(
-        plan, name="mixed", layers=layers, embedding=embedding, head=head, num_microbatches=2, schedule="1f1b"
+        plan,
+        name="mixed",
+        layers=layers,
+        embedding=embedding,
+        head=head,
+        num_microbatches=2,
+        schedule=Schedule.ONE_F_ONE_B,
     )

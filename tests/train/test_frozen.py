@@ -15,7 +15,7 @@ from test_train_traffic import by_formula, counted
 
 from shardwright.plan.communication import Cause, step_messages
 from shardwright.plan.schedules.passes import Pass
-from shardwright.types import DataParallel, PipelineStage, Plan
+from shardwright.types import DataParallel, PipelineStage, Plan, Schedule
 from shardwright.types.hardware_profile import Collective
 from shardwright_search.cost_model.parameters import parameter_memory
 from shardwright_train.dry_run import simulate_step
@@ -88,7 +88,7 @@ def _staged(name: str) -> Plan:
     """Two stages of two layers, all of them replicated."""
     plan = frozen_plan(name, 0, 2, widths=(1, 1))
     stages = tuple(PipelineStage(ranks=(rank,), layers=((2 * rank, 2 * rank + 2),)) for rank in range(2))
-    return msgspec.structs.replace(plan, stages=stages, schedule="1f1b", num_microbatches=8)
+    return msgspec.structs.replace(plan, stages=stages, schedule=Schedule.ONE_F_ONE_B, num_microbatches=8)
 
 
 def test_nothing_goes_back_to_layers_before_all_that_is_trained() -> None:

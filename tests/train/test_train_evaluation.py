@@ -102,7 +102,8 @@ def test_a_broken_evaluation_is_seen(two: Errors, mutation: str) -> None:
 
 def test_the_evaluated_plans_cover_schedules_and_data_parallelism() -> None:
     plans = [plan for part in PARTS for plan in plans_on(part)]
-    assert {plan.schedule for plan in plans} == set(Schedule)
+    # A forward pass is the same whether backward passes are split.
+    assert {plan.schedule for plan in plans} == {schedule for schedule in Schedule if not schedule.splits}
     assert {layer.data_parallel for plan in plans for layer in plan.layers if layer.dp_size > 1} == set(DataParallel)
     assert any(len({len(stage.ranks) for stage in plan.stages}) > 1 for plan in plans)
     assert {plan.model.family for plan in plans} == set(CONFIGS)

@@ -187,8 +187,11 @@ def _ring_times(
     topology: StageTopology,
     kinds: Sequence[GroupKind],
     attention: Passes,
-) -> tuple[Duration, Duration]:
-    """Return the time that a ring adds: each step overlaps a block with a send, except the last, for gradients."""
+) -> tuple[Duration, ...]:
+    """Return the time that a ring adds to each kind of pass.
+
+    Each step overlaps a block with a send, except the last, for gradients.
+    """
     across = any(kind.across_nodes for kind in kinds)
     # Ranks of a node that lie in other rings send over the same network.
     alone = all(kind.ranks_per_node == max(topology.on_each_node) for kind in kinds)
@@ -205,4 +208,6 @@ def _ring_times(
     forward_s, backward_s = (each / both.ranks for each in (attention[0], attention[1] - again * attention[0]))
     forward, home = step(forward_s, sent), exchange_time(profiles, alone, across, gradients)
     backward = in_turn([step(max(0.0, backward_s), sent + gradients), home, *([forward] if again else [])])
-    return forward, backward
+    # A weight pass attends for nothing.
+    added = {Pass.FORWARD: forward, Pass.BACKWARD: backward}
+    return tuple(added.get(during, Duration(0.0)) for during in Pass)
