@@ -223,18 +223,22 @@ def until_fullest(actions: Sequence[Action]) -> tuple[Action, ...]:
 
     From then on each forward pass reuses memory that a backward pass has freed, so the peak no longer grows. One more
     microbatch has begun than has been added, because the very last backward pass reduces gradients instead of adding.
-    With weight passes it grows until no later moment holds more.
+    With weight passes it grows until no later moment holds more, and one more microbatch has begun since: the last
+    microbatch adds to nothing of what its own backward pass makes.
     """
     chunks, gone, begun = {action.chunk for action in actions}, dict[tuple[Pass, int], int](), set[int]()
     making = {action.kind for action in actions if action.kind.makes_gradients}
     left = set(most_held(actions)) if Pass.WEIGHT in making else set()
+    fullest = 0
     for (kind, microbatch, chunk), held in zip(actions, _held(actions), strict=True):
         begun.add(microbatch)
         gone[kind, chunk] = gone.get((kind, chunk), 0) + 1
         left.discard(held)
         is_added = all(gone.get((each, there), 0) >= _ADDS for each in making for there in chunks)
         if len(begun) > _ADDS and is_added and not left:
-            break
+            fullest = fullest or len(begun) + (Pass.WEIGHT in making)
+            if len(begun) >= fullest:
+                break
     return tuple(action for action in actions if action.microbatch in begun)
 
 
