@@ -18,7 +18,8 @@ def plans(make) -> tuple[Plan, Plan]:
     plain = LayerStrategy(type="block", tp_size=1, dp_size=1)
     full = replace(plain, recompute="full")
     first = Plan(
-        name="first", model=model, cluster=cluster, global_batch_size=8, num_microbatches=4, schedule=Schedule.ONE_F_ONE_B,
+        name="first", model=model, cluster=cluster, global_batch_size=8, num_microbatches=4,
+        schedule=Schedule.ONE_F_ONE_B,
         stages=(PipelineStage(ranks=(0,), layers=((0, 2),)), PipelineStage(ranks=(1,), layers=((2, 4),))),
         embedding=ONE, head=ONE, layers=(plain, full, plain, plain),
     )  # fmt: skip
