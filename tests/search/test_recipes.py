@@ -34,7 +34,7 @@ def test_a_recipe_made_anew_has_the_figures_that_are_kept(name):
     (kept,) = (row for row in KEPT if row.recipe.name == name)
     made = recipes.row_of(kept.recipe)
     assert made.published_s == pytest.approx(kept.published_s)
-    stopped = kept.proof.startswith("stopped")
+    stopped = any(row.proof.startswith("stopped") for row in (kept, made))
     if stopped:
         assert made.ours.step_s == pytest.approx(kept.ours.step_s, rel=0.05)
     for new, old in ((made.theirs, kept.theirs), *(() if stopped else ((made.ours, kept.ours),))):
