@@ -359,15 +359,20 @@ def test_rules_of_thumb_that_take_too_long_are_left_out_and_this_is_told(monkeyp
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "model, gpus, batch, limit_s, most",
-    [("llama-3.1-405b", "2048x8:H100-SXM", 2048, 3, 1.1), ("deepseek-v3", "256x8:H100-SXM", 16384, 1, 1.5)],
+    "model, gpus, batch, share, most",
+    [("llama-3.1-405b", "2048x8:H100-SXM", 2048, 0.3, 1.1), ("deepseek-v3", "256x8:H100-SXM", 16384, 0.06, 1.5)],
 )
-def test_a_search_of_a_large_cluster_that_is_cut_short_has_a_good_plan(model, gpus, batch, limit_s, most):
-    """The first plans of one strategy, and what the rest of the time adds, beside the search that ends by itself."""
-    steps_s = []
-    for limit in (limit_s, 120):
+def test_a_search_of_a_large_cluster_that_is_cut_short_has_a_good_plan(model, gpus, batch, share, most):
+    """The first plans of one strategy, and what the rest of the time adds, beside the search that ends by itself.
+
+    `share`: of what that one takes of the processor, since machines differ in speed.
+    """
+    steps_s, limit = [], 120.0
+    for _ in range(2):
+        begun_s = process_time()
         asked = "advise", model, "--gpus", gpus, "--batch", batch, "--seq", 4096, "--tolerance", 0
         told = call(APP, *asked, "--time-limit", limit)
         assert told.exit_code == 0, told.output
+        limit = share * (process_time() - begun_s)
         steps_s.append(float(re.search(r"predicted ([\d.]+) s a step", told.stdout)[1]))
-    assert steps_s[1] * 0.999 <= steps_s[0] <= steps_s[1] * most, steps_s
+    assert steps_s[0] * 0.999 <= steps_s[1] <= steps_s[0] * most, steps_s
