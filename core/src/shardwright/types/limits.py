@@ -38,8 +38,9 @@ Samples = Annotated[int, Meta(ge=1, le=MAX_BATCH, extra={"unit": "samples"})]
 Tokens = Annotated[int, Meta(ge=1, le=MAX_COUNT, extra={"unit": "tokens"})]
 """A sequence length."""
 Length = Annotated[int, Meta(ge=1, le=2**34)]
-Elements = Annotated[int, Meta(ge=0, le=2**50)]
 """The length of one dim of a tensor."""
+Elements = Annotated[int, Meta(ge=0, le=2**50)]
+"""Elements of all tensors of a layer together."""
 Flops = Annotated[int, Meta(ge=0, le=2**62)]
 """Floating-point operations of a sample."""
 Bytes = Annotated[int, Meta(ge=0, le=_MAX_BYTES, extra={"unit": "bytes"})]

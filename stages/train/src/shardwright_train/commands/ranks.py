@@ -296,12 +296,16 @@ def check_plan(plan: Plan, file: object, nodes: Nodes) -> None:
     check_installed(plan, file)
     check_accelerator(plan.cluster, nodes.rank, file)
     if any(layer.offloads_optimizer for layer in plan.layers):
-        check_host_memory(plan, nodes.ranks_here(plan.cluster), _free_host_bytes(), file)
+        check_host_memory(plan, nodes.ranks_here(plan.cluster), _free_host_bytes(file), file)
 
 
-def _free_host_bytes() -> int:
-    """Return the bytes of this machine's memory that Linux counts as available."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+def _free_host_bytes(file: object) -> int:
+    """Return the bytes of this machine's memory that Linux counts as available; BadInput on other systems."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except FileNotFoundError:
+        problem = "offload: there is no /proc/meminfo, which says how much host memory is free"
+        raise BadInput(file, problem, "train on Linux, or leave offload out") from None
     kib = next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))
     return int(kib) * 1024
 
