@@ -101,6 +101,7 @@ def plans_of(model: Model) -> tuple[Plan, ...]:
         _plan(model, "1f1b", 2, 4, DataParallel.ZERO2, (Recompute.NONE, Recompute.FULL), Schedule.ONE_F_ONE_B),
         _plan(model, "gpipe", 2, 2, DataParallel.ZERO3, (Recompute.NONE,), Schedule.GPIPE),
         _plan(model, "interleaved", 2, 2, DataParallel.DDP, (Recompute.NONE,), Schedule.INTERLEAVED_1F1B),
+        _plan(model, "zero_bubble", 2, 4, DataParallel.DDP, (Recompute.NONE, Recompute.FULL), Schedule.ZERO_BUBBLE),
         *divided,
     )
 
