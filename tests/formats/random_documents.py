@@ -19,6 +19,7 @@ from shardwright.types import (
     Model,
     NodeGroup,
     NodeType,
+    Offload,
     Parameter,
     PassTime,
     PipelineStage,
@@ -51,6 +52,8 @@ shown = st.characters(exclude_characters=CONTROLS, exclude_categories=["Cs", "Cc
 names = st.text(shown, min_size=1, max_size=8)
 seconds = st.floats(0, 1e6, allow_nan=False)
 byte_counts = st.integers(0, 2**53)
+hosts = st.just(UNSET) | st.floats(1e-3, 1e6)
+"""What a node type may say of its host."""
 digests = st.text("0123456789abcdef", min_size=64, max_size=64)
 formats = st.sampled_from(["float64", "float32", "bfloat16", "float16"])
 precisions = st.builds(Precision, parameters=formats, compute=formats, reduce=formats, tf32=st.just(False)) | st.builds(
@@ -112,6 +115,8 @@ def clusters(draw: st.DrawFn) -> Cluster:
             devices_per_node=per_node,
             memory_bytes=draw(st.integers(1, 2**40)),
             usd_per_hour=draw(st.none() | seconds),
+            host_memory_gib=draw(hosts),
+            host_bytes_per_s=draw(hosts),
         )
         for name in draw(st.lists(names, min_size=1, max_size=2, unique=True))
     }
@@ -161,7 +166,12 @@ def plans(draw: st.DrawFn) -> Plan:
     )
     num_microbatches = draw(st.integers(1, 4))
     strategies = [
-        LayerStrategy(type=kind, recompute=draw(st.sampled_from(Recompute)), **draw(_spread(width)))
+        LayerStrategy(
+            type=kind,
+            recompute=draw(st.sampled_from(Recompute)),
+            offload=draw(st.sampled_from([UNSET, Offload.OPTIMIZER])),
+            **draw(_spread(width)),
+        )
         for kind in model.layers
     ]
     return Plan(
@@ -188,6 +198,7 @@ stage_predictions = st.builds(
     time_terms_s=st.dictionaries(names, seconds, max_size=2),
     memory_bytes=byte_counts,
     memory_terms_bytes=st.dictionaries(names, byte_counts, max_size=2),
+    host_bytes=st.just(UNSET) | byte_counts,
 )
 events = st.builds(
     TimelineEvent,
@@ -266,7 +277,7 @@ def measurements(draw: st.DrawFn) -> Measurement:
             optimizer_s=draw(times),
             passes=tuple(
                 PassTime(kind=kind, microbatch=i, chunk=chunk, wait_s=draw(seconds), start_s=1.5, time_s=draw(seconds))
-                for kind in ("backward", "forward")
+                for kind in ("backward", "forward", *["weight"] * plan.schedule.splits)
                 for i in range(plan.num_microbatches)
                 for chunk in range(len(plan.stages[stage].layers))
             ),
