@@ -16,11 +16,16 @@ _MOST_RUNS = 4
 
 
 def random_plan(model: Model, cluster: Cluster, global_batch_size: int, draw: random.Random, name: str) -> Plan:
-    """A plan that can be run, though not always priced: every degree, kind and schedule is as likely as another."""
+    """A plan that can be run, though not always priced: every degree and kind is as likely as another.
+
+    So is every schedule of joint backward passes.
+    """
     devices, layers = cluster.num_devices, len(model.layers)
     pp_size = draw.choice([d for d in _divisors(devices) if d <= layers])
     width = devices // pp_size
-    schedule = draw.choice([s for s in Schedule if pp_size > 1 or s is Schedule.ONE_F_ONE_B])
+    # Results name plans by their seeds: split backward passes came after them.
+    joint = [s for s in Schedule if not s.splits]
+    schedule = draw.choice([s for s in joint if pp_size > 1 or s is Schedule.ONE_F_ONE_B])
     chunks = 2 if schedule is Schedule.INTERLEAVED_1F1B and layers >= 2 * pp_size else 1
     counts = [m for m in _divisors(global_batch_size) if (global_batch_size // m) % width == 0]
     if schedule is Schedule.INTERLEAVED_1F1B:
