@@ -26,7 +26,7 @@ from shardwright_train.weights.reading import open_weights
 EXACT = 1e-10
 SOON = {
     "xlm-roberta": ("zero3", "gpipe"),  # a bias of the head has two names, a matrix of it is the embedding's
-    "lfm2_moe": ("ddp", "1f1b", "tp"),  # convolutions, attention and experts
+    "lfm2_moe": ("ddp", "1f1b", "zero_bubble", "tp"),  # convolutions, attention and experts
 }
 OTHERS = (
     *("bloom", "deepseek_v3", "falcon_h1", "gemma3_text", "gpt_neox", "mamba2", "olmo3", "opt", "qwen3_next"),
@@ -34,7 +34,7 @@ OTHERS = (
 )
 
 
-EVERYWHERE = "zero3", "ddp", "1f1b", "gpipe", "interleaved"
+EVERYWHERE = "zero3", "ddp", "1f1b", "gpipe", "interleaved", "zero_bubble"
 DIVIDED = "deepseek_v3", "gemma3_text", "gpt_neox", "olmo3", "qwen3_next", "starcoder2"
 """Those whose blocks ranks share out, as the plan of their class says."""
 
@@ -101,9 +101,9 @@ def test_targets_that_get_no_low_rank_matrices_are_refused_by_name(kind, targets
 @pytest.mark.long
 def test_other_plans_go_on_from_what_a_plan_saved(tmp_path):
     model = describe_by_trace(tiny_config("qwen2_moe"), "tiny", stock_worker.LENGTH)
-    zero3, _, pipeline, _, interleaved, divided = stock_worker.plans_of(model)
+    zero3, _, pipeline, _, interleaved, split, divided = stock_worker.plans_of(model)
     told = saved(tmp_path, run_worker, [zero3, pipeline, divided])
-    others = [pipeline, interleaved, divided, zero3]
+    others = [pipeline, interleaved, split, divided, zero3]
     assert max(one.error for one in resumed(tmp_path, run_worker, others, told)) < EXACT
 
 
