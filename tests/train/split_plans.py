@@ -9,9 +9,11 @@ from shared_experts import shared_plans
 from special_plans import in_groups
 from tiny_models import tiny
 
-from shardwright.types import GradientReduction, Plan, Schedule
+from shardwright.types import GradientReduction, LayerStrategy, Plan, Recompute, Schedule
 
 DTYPES = ("float64", "bfloat16", "float32")
+SEVERAL = ("swin", "t5", "whisper", "llava", "deepseek_v3", "modernbert")
+"""Families of several kinds of layers, some of which end with a product that is not summed over ranks."""
 
 
 def split(plan: Plan) -> Plan:
@@ -46,7 +48,13 @@ def split_plans(world_size: int) -> list[Plan]:
     if world_size == 4:
         drawn += in_groups(4)
         drawn += [uneven_plan(tiny(name), 310 + i, 4) for i, name in enumerate(FAMILIES[::4])]
+    several = [random_plan(tiny(name), 320 + i, world_size) for i, name in enumerate(SEVERAL)]
+    drawn += [replace(plan, name=f"selective {plan.name}", layers=_selective(plan)) for plan in several]
     return [plan for plan in map(split, drawn) if plan.schedule.splits]
+
+
+def _selective(plan: Plan) -> tuple[LayerStrategy, ...]:
+    return tuple(replace(layer, recompute=Recompute.SELECTIVE) for layer in plan.layers)
 
 
 def _widest(plan: Plan) -> int:

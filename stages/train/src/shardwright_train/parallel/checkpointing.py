@@ -9,7 +9,7 @@ Only a compiled block's computation is compiled; FSDP2's hooks around it are not
 again is part of the graph, in which PyTorch restores the random state: parts need no seeds of their own.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
@@ -95,6 +95,12 @@ class KeptResults(TorchDispatchMode):
         self._results.append(x.detach())
         return x
 
+    def _unread(self, args: Sequence[Tensor]) -> Tensor:
+        """Stand in for the last product, whose result is not kept: split passes replay it, for its input alone."""
+        assert not self._keeps_last, "a replay has more products than the pass that it repeats"
+        self._keeps_last = True
+        return args[-2].new_empty(args[-2].shape[0], args[-1].shape[-1])
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._is_whole:
             return func(*args, **(kwargs or {}))
@@ -104,7 +110,7 @@ class KeptResults(TorchDispatchMode):
             return rows.new_empty(rows.shape[0], columns.shape[-1])  # nothing reads it
         keeps = not self._is_summed if product else _is_attention(func)
         if keeps and self._replays:
-            return self._results.pop(0)
+            return self._results.pop(0) if self._results else self._unread(args)
         result = func(*args, **(kwargs or {}))
         if keeps:
             self._results.append(tuple(map(_detached, result)) if isinstance(result, tuple) else _detached(result))
