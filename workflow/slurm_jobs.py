@@ -158,9 +158,17 @@ def signal_lead_s(
 
 def _measured_save_s(metrics: Path) -> float | None:
     """The seconds of the longest save in a run's metrics; None if there is none."""
-    lines = metrics.read_bytes().splitlines() if metrics.is_file() else []
-    steps = [msgspec.json.decode(line, type=StepMetrics) for line in lines if b'"save_s"' in line and line[-1:] == b"}"]
-    return max((step.save_s for step in steps if step.save_s is not UNSET), default=None)
+    longest_s = None
+    for number, line in enumerate(metrics.read_bytes().splitlines() if metrics.is_file() else (), start=1):
+        if b'"save_s"' not in line or line[-1:] != b"}":  # the last one may be cut off
+            continue
+        try:
+            save_s = msgspec.json.decode(line, type=StepMetrics).save_s
+        except (msgspec.DecodeError, RecursionError) as error:
+            _warn_once(f"warning: {metrics}: line {number} ({error}): its save is not taken into account")
+        else:
+            longest_s = longest_s if save_s is UNSET else max(longest_s or 0.0, save_s)
+    return longest_s
 
 
 @cache

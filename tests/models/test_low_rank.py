@@ -125,6 +125,14 @@ def test_what_cannot_have_low_rank_matrices_is_refused_with_the_reason(
         _adapted(CONFIGS[family], target_modules=targets)
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4_text"])
+@pytest.mark.parametrize("name", ["mlp.experts.gate_up_proj", "feed_forward.experts.down_proj", "experts.down_proj"])
+def test_experts_that_never_get_low_rank_matrices_are_not_asked_for_once_more(family: str, name: str) -> None:
+    with pytest.raises(BadInput, match=f"experts and routers of {family} get no .*: leave it out") as refused:
+        _adapted(CONFIGS[family], target_modules=["q_proj"], target_parameters=[name])
+    assert f"target_parameters: {name} is refused" in str(refused.value)
+
+
 def test_low_rank_matrices_of_experts_are_shared_out_as_the_experts_are() -> None:
     model = _adapted(CONFIGS["mixtral"], target_modules="all-linear")
     trained = {p.name: p for p in model.types[model.layers[0]].trained_parameters if ".mlp" in f".{p.name}"}

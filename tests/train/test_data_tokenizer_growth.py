@@ -54,6 +54,7 @@ def _write(folder: Path, described: Mapping[str, Any]) -> Path:
 
 
 TEN = _replace("a", "a" * 100)
+HOLES = {"type": "BPE", "vocab": {"a": 0, "</s>": 100_000_000}, "merges": []}
 HOSTILE = {
     "chain": (_described(_chain(*[TEN] * 6)), "can make 1e+12 characters of one, over 48"),
     "nested": (_described(_chain(_chain(TEN), _chain(_chain(TEN, TEN)))), "can make 1e+06 characters"),
@@ -69,6 +70,7 @@ HOSTILE = {
     "empty": (_described(_replace("", "x")), "has a Replace whose pattern is empty: give the text"),
     "empty_regex": (_described(_replace("", "x", "Regex")), "has a Replace whose pattern is empty"),
     "no_length": (_described(None, {"type": "FixedLength", "length": 0}), "has a FixedLength of 0"),
+    "holes": (_described(None) | {"model": HOLES}, "numbers its 2 tokens up to 100000000: 99999999 have none"),
     "damaged": (_described(_precompiled(b"\0" * 4, "abc")), "tokenizer.json: cannot encode a text (index out of bound"),
 }  # fmt: skip
 

@@ -70,6 +70,23 @@ def test_each_node_saves_at_the_assumed_rate_and_a_measured_save_replaces_it(fil
     assert 130 <= lead_s(files) < 140
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(b'{"save_s": ]}', b'{"step":1,"save_s":"x"}', b'{"step":1,"save_s":3.0}'),
+        *(bytes([0, 200]) + b'"save_s"}', b"[" * 5000 + b'"save_s"}'),
+    ],
+)
+def test_a_damaged_line_of_a_runs_metrics_is_one_warning(files, line, capsys):
+    folder = folder_of_run(files[0].parent / "kept", read_document(files[0], Plan))
+    write_metrics(folder)
+    whole = lead_s(files)
+    (folder / METRICS).write_bytes(line + b"\n" + (folder / METRICS).read_bytes())
+    assert lead_s(files) == whole
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "metrics.jsonl: line 1 (" in said and "not taken into account" in said
+
+
 def write_metrics(folder):
     """Write the metrics of a run whose longest save took 50 s, with a line that was cut off."""
     folder.mkdir(parents=True)

@@ -331,8 +331,12 @@ def _parameter(name: str, model: Model, file: object) -> str:
     for path, parameter in known.items() if keys is not None and keys.older_names else ():
         if _ends(path, (name,)) and _ends(name, (parameter,)):
             return parameter
-    problem = f"target_parameters: {name} is not a parameter that gets low-rank matrices here"
-    raise BadInput(file, problem, "name experts' gate_up_proj and down_proj, or gate.weight, of all blocks")
+    problem, remedy = "is not a parameter that gets low-rank matrices here", "leave it out, and name target_modules"
+    if keys is not None and keys.older_names:
+        remedy = "name experts' gate_up_proj and down_proj, or gate.weight, of all blocks"
+    elif keys is not None:
+        problem = f"is refused: experts and routers of {model.family} get no low-rank matrices here"
+    raise BadInput(file, f"target_parameters: {name} {problem}", remedy)
 
 
 def _resolved(targets: Targets, model: Model, known: Sequence[StockModule], keys: ExpertKeys) -> Targets:

@@ -7,7 +7,7 @@ from shardwright.io import BadInput
 from shardwright.optimizers.registry import OPTIMIZERS, Optimizer, Shard
 from shardwright.plan.chunks import chunk_layers
 from shardwright.plan.layout import parameter_box
-from shardwright.types import GIB, LayerStrategy, Plan
+from shardwright.types import LayerStrategy, Plan
 
 
 def check_offload(plan: Plan, file: object) -> None:
@@ -42,12 +42,3 @@ def host_states(plan: Plan, rank: int) -> tuple[int, ...]:
                 columns = lengths[-1] if len(lengths) > 1 else 0
                 sizes.append(optimizer.held_bytes([Shard(prod(lengths), parameter.shape, columns)], stored))
     return tuple(sizes)
-
-
-def check_host_memory(plan: Plan, ranks: Iterable[int], free_bytes: int, file: object) -> None:
-    """Raise BadInput if the states that the ranks of a node keep in its memory exceed what is free of it."""
-    ranks = tuple(ranks)
-    needed = sum(sum(host_states(plan, rank)) for rank in ranks)
-    if needed > free_bytes:
-        states = f"its {len(ranks)} ranks here keep {needed / GIB:.2f} GiB of optimizer states in host memory"
-        raise BadInput(file, f"{states}, {free_bytes / GIB:.2f} GiB are free", "offload fewer layers")

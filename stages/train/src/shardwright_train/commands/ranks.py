@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec import UNSET
 
+from shardwright.display.units import bytes_text
 from shardwright.io import BadInput, OutOfMemory, RunFailed, read_any_document, read_document, write_document
 from shardwright.io.versions import versions_text
 from shardwright.launch.accelerator import COLLECTIVES, CPU, check_accelerator, device_type_of
@@ -19,7 +20,7 @@ from shardwright.launch.lock import only_run, scratch_folder
 from shardwright.launch.meeting import meeting_of
 from shardwright.launch.nodes import Nodes, check_all_nodes
 from shardwright.launch.ranks import EXPANDABLE, allocator_setting, launch
-from shardwright.plan.offload import check_host_memory
+from shardwright.plan.offload import host_states
 from shardwright.types import (
     Attention,
     ContextProbe,
@@ -297,6 +298,15 @@ def check_plan(plan: Plan, file: object, nodes: Nodes) -> None:
     check_accelerator(plan.cluster, nodes.rank, file)
     if any(layer.offloads_optimizer for layer in plan.layers):
         check_host_memory(plan, nodes.ranks_here(plan.cluster), _free_host_bytes(file), file)
+
+
+def check_host_memory(plan: Plan, ranks: Iterable[int], free_bytes: int, file: object) -> None:
+    """Raise BadInput if the states that the ranks of a node keep in its memory exceed what is free of it."""
+    ranks = tuple(ranks)
+    needed = sum(sum(host_states(plan, rank)) for rank in ranks)
+    if needed > free_bytes:
+        states = f"its {len(ranks)} ranks here keep {bytes_text(needed)} of optimizer states in host memory"
+        raise BadInput(file, f"{states}, {bytes_text(free_bytes)} are free", "offload fewer layers")
 
 
 def _free_host_bytes(file: object) -> int:

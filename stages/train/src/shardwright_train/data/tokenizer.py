@@ -42,6 +42,8 @@ RUNNING_ERRORS = (
 """What the code of transformers raises on a stranger's files."""
 _PARTS = ("model", "normalizer", "pre_tokenizer", "post_processor", "decoder")
 _MOST_AROUND = 256
+_MOST_UNUSED = 1 << 20
+"""The most numbers below the largest that may have no token."""
 _PROBE = "a"
 
 
@@ -184,7 +186,12 @@ def read_tokenizer(file: Path) -> Tokenizer:
     check_growth(read_object(file, any_text=True), file)
     content = read_bytes(file).decode()
     with library_faults(file, "is not a tokenizer", "use one that `tokenizers` has saved"):
-        return Tokenizer.from_str(content)
+        tokenizer = Tokenizer.from_str(content)
+    # The library writes a tokenizer by counting through all numbers up to the largest.
+    if (unused := rows_of(tokenizer) - tokenizer.get_vocab_size()) > _MOST_UNUSED:
+        problem = f"numbers its {tokenizer.get_vocab_size()} tokens up to {rows_of(tokenizer) - 1}: {unused} have none"
+        raise BadInput(file, f"{problem}, over {_MOST_UNUSED}", "number tokens in order")
+    return tokenizer
 
 
 def rows_of(tokenizer: Tokenizer) -> int:
