@@ -92,7 +92,7 @@ versions: ## a short suite under each declared version of torch, in environments
 null-gpu: ## plans of all families on a CUDA device that computes nothing, with torch for CUDA (gcc; 4 GB once; 10 minutes)
 	@.ci/null-gpu "$(TORCH_INDEX)" $(NULL_GPU_TORCH) $(PARTS)
 
-systems: ## what is exported, read by Megatron's, torchtitan's, DeepSpeed's and accelerate's own classes, old and new, in an environment of its own (20 minutes)
+systems: ## what is exported, read by Megatron's, torchtitan's, DeepSpeed's and accelerate's own classes, old and new, in an environment of its own (20 minutes; resumes where it was cut)
 	@.ci/systems "$(TORCH_INDEX)"
 
 format-check: $(STAMP) ## what ruff and snakefmt would write otherwise

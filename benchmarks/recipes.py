@@ -5,7 +5,7 @@
     python benchmarks/recipes.py --only torchtitan    # prints those whose name or author has the word, writes nothing
 
 A recipe of benchmarks/recipes/recipes.yaml is a question of `shardwright advise`, a plan that was run, and its speed.
-Nothing is fitted to them here, and no GPU takes part.
+No GPU takes part. docs/recipes.md says to which of them rates are fitted.
 """
 
 import argparse

@@ -34,10 +34,10 @@ from shardwright_search.cli import APP
 from shardwright_search.cost_model.parameters import parameter_memory
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import index_profiles
+from shardwright_search.cost_model.reclaimable import kept_if_it_fits
 from shardwright_search.options import AdviseOptions, System
 from shardwright_search.search import SearchAnswer, find_best
 
-ROOT = Path(__file__).parents[2]
 MIXED = Precision(compute="bfloat16")
 ADAPTER = '{"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}'
 
@@ -223,9 +223,14 @@ def test_a_base_in_few_bits_holds_its_blocks_in_them_and_is_not_trained_here(ada
 def test_a_verdict_is_a_range_and_a_plan_near_the_limit_names_the_allocator_s_setting():
     asked = AdviseOptions(model="llama-3-8b", gpus="1x8:A100-80", batch=64, seq=8192, target=System.ACCELERATE)
     layer = {"data_parallel": DataParallel.ZERO2, "recompute": Recompute.FULL}
-    roomy, close = (verdict(*priced(asked, micro_batch_size=size, **layer)) for size in (1, 2))
+    roomy, close = (verdict_of(asked, micro_batch_size=size, **layer) for size in (1, 2))
     assert roomy.startswith("fits: ") and EXPANDABLE not in roomy and " of 80 GiB a GPU, " in roomy
     assert close.startswith("near the limit: ") and close.endswith(f"set {EXPANDABLE}"), close
+
+
+def verdict_of(options, **of_plan):
+    """The verdict on a uniform plan of a question."""
+    return verdict(*priced(options, **of_plan), question_of(options).profiles)
 
 
 def test_what_fits_no_usual_budget_is_searched_in_all_of_the_memory(monkeypatch, capsys):
@@ -249,10 +254,7 @@ def test_profiles_of_a_runtime_that_nobody_knows_are_refused(tmp_path, make):
         index_profiles(make.hardware(cluster), Path("h.h5"), odd, Path("m.h5"))
 
 
-def test_a_layer_strategy_without_gathers_is_never_reclaimed(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from accuracy_parts.public.reclaimable import kept_if_it_fits
-
+def test_a_layer_strategy_without_gathers_is_never_reclaimed():
     asked = {"model": "llama-2-7b", "gpus": "1x8:H100-SXM", "batch": 8, "seq": 1024}
     options = AdviseOptions(**asked, runtime=RuntimeName.NANOTRON)
     question = question_of(options)
@@ -261,3 +263,16 @@ def test_a_layer_strategy_without_gathers_is_never_reclaimed(monkeypatch):
     split, _ = priced(options, tp_size=8, sequence_parallel=SequenceParallel.MEGATRON)
     (kept,) = kept_if_it_fits(split, question.profiles)
     assert kept == 2 * 32 * 1024 * 4096 * 2 * 7 // 8 and isinstance(split.layers[0], LayerStrategy)
+
+
+def test_a_verdict_counts_inputs_that_an_allocator_keeps_while_there_is_room():
+    """nanotron keeps both gathered inputs of 32 blocks: 3.5 GiB of 8 samples beyond what the plan needs."""
+    asked = {"model": "llama-2-7b", "gpus": "1x8:H100-SXM", "batch": 64, "seq": 1024, "runtime": RuntimeName.NANOTRON}
+    split = {"tp_size": 8, "sequence_parallel": SequenceParallel.MEGATRON, "micro_batch_size": 8}
+    options = AdviseOptions(**asked)
+    plan, estimate = priced(options, **split)
+    (kept,) = kept_if_it_fits(plan, question_of(options).profiles)
+    assert kept == 8 * 2 * 32 * 1024 * 4096 * 2 * 7 // 8
+    assert f", {(estimate.memory_bytes + kept) / GIB:.1f} expected, with gathered" in verdict_of(options, **split)
+    ours = question_of(AdviseOptions(**asked | {"runtime": None})).profiles
+    assert f", {estimate.memory_bytes / GIB:.1f} expected" in verdict(plan, estimate, ours)

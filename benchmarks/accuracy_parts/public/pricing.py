@@ -5,14 +5,12 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from accuracy_parts.public.reclaimable import kept_if_it_fits
 from accuracy_parts.public.runs import Machine, Run
 from accuracy_parts.public.runtimes import runtime_of
 from msgspec import UNSET
 from msgspec.structs import replace
 
 from shardwright.devices.table import DeviceTable, read_devices
-from shardwright.estimate.accuracy import SPARE_SHARE
 from shardwright.estimate.hardware import NodeRates
 from shardwright.estimate.machines import Efficiencies, Rates, rates_of
 from shardwright.estimate.messages import NETWORK_STEP_S
@@ -28,6 +26,7 @@ from shardwright.types.prediction import Estimate
 from shardwright.types.strategy import ContextParallel, DataParallel, ExpertStrategy, LayerStrategy, Recompute
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.cost_model.profiles import Profiles, Scaling, index_profiles, scaled
+from shardwright_search.cost_model.reclaimable import kept_bytes
 from shardwright_search.options import UniformRequest
 from shardwright_search.uniform_plan import uniform_plan
 
@@ -160,12 +159,12 @@ def _of_one_cluster(
 def _held_bytes(plan: Plan, found: Estimate, run: Run, profiles: Profiles, limit: int) -> list[int]:
     """What a rank of each stage holds, with its process where that was read, too."""
     process = profiles.process_bytes + _COMMUNICATORS * profiles.communicator_bytes
-    usable, held = (1 - SPARE_SHARE) * limit, []
-    for stage, kept in zip(found.stages, kept_if_it_fits(plan, profiles), strict=True):
-        outside = stage.memory_terms_bytes["process"] + stage.memory_terms_bytes.get("communicators", 0)
-        needed = stage.memory_bytes - outside
-        held.append(round(max(needed, min(needed + kept, usable)) + run.machine.counts_process * process))
-    return held
+    needed = [
+        stage.memory_bytes - stage.memory_terms_bytes["process"] - stage.memory_terms_bytes.get("communicators", 0)
+        for stage in found.stages
+    ]
+    kept = kept_bytes(plan, needed, [limit] * len(needed), profiles)
+    return [sum(pair) + round(run.machine.counts_process * process) for pair in zip(needed, kept, strict=True)]
 
 
 def _precision(run: Run) -> Precision:

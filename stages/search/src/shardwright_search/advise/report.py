@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from msgspec import UNSET
+from msgspec.structs import replace
 from rich.console import Group, RenderableType
 
 from shardwright.devices.utilization import MFU_COUNTS, model_flops_utilization
@@ -20,12 +21,13 @@ from shardwright_search.advise.targeted import Within
 from shardwright_search.candidates import Candidate
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles
+from shardwright_search.cost_model.reclaimable import kept_bytes
 from shardwright_search.explain.printing import Lines, ShellCommand, table
 from shardwright_search.explain.tables import node_types_table, plan_differences, sample_s, time_changes
 from shardwright_search.proof_words import proof_words
 from shardwright_search.search import SearchAnswer
 from shardwright_search.simplest import Simple
-from shardwright_search.space.budget import headroom
+from shardwright_search.space.budget import device_bytes_of, headroom
 from shardwright_search.space.runnable import left_out
 from shardwright_search.systems.entry import Entry
 
@@ -135,11 +137,12 @@ def _answer(advice: Advice) -> Iterator[str]:
     """Yield the lines of the answer: the plan, its speed, what is proven, and batch sizes that are much faster."""
     question, answer, batches, within = advice.question, advice.answer, advice.batches, advice.within
     model, plan, estimate = question.model, answer.chosen.plan, answer.chosen.evaluation.estimate
+    fits = verdict(plan, estimate, question.profiles)
     budgets = f", within {question.budget_words}" if len(question.budgets) > 1 else ""
     yield _in_short(question, plan, estimate)
     yield (
         f"{model.name} ({model.parameter_count / 1e9:.3g} B parameters, {model.sequence_length} tokens a sample) on "
-        f"{question.cluster.name}, batch {plan.global_batch_size}: {verdict(plan, estimate)}{budgets}"
+        f"{question.cluster.name}, batch {plan.global_batch_size}: {fits}{budgets}"
     )
     is_fastest = advice.simple is None or advice.simple.fastest.plan == plan
     within_words = f"simplest plan within {answer.tolerance:.0%} of the bound"
@@ -166,9 +169,8 @@ def _answer(advice: Advice) -> Iterator[str]:
 
 def _in_short(question: Question, plan: Plan, estimate: Estimate) -> str:
     """Return a sentence that needs no knowledge of plans: whether the model fits, how long it takes, and the cost."""
-    free_bytes, share_free = headroom(plan, estimate)
-    device_bytes = free_bytes / share_free if free_bytes else float(estimate.memory_bytes)
-    fits = memory_range(device_bytes - free_bytes)[1] <= device_bytes
+    held_bytes, device_bytes, _ = _expected(plan, estimate, question.profiles)
+    fits = memory_range(held_bytes)[1] <= device_bytes
     tokens_per_s = estimate.samples_per_s * question.model.sequence_length
     price = usd_per_billion_tokens(plan, estimate)
     costs = "" if price is None else f" and cost about {usd_text(price)}"
@@ -178,14 +180,24 @@ def _in_short(question: Question, plan: Plan, estimate: Estimate) -> str:
     )
 
 
-def verdict(plan: Plan, estimate: Estimate) -> str:
-    """Return the expected memory of the fullest GPU as a range, and an allocator setting if memory is tight."""
-    free_bytes, share_free = headroom(plan, estimate)
+def _expected(plan: Plan, estimate: Estimate, profiles: Profiles) -> tuple[float, float, bool]:
+    """Return what the fullest rank is expected to hold, the memory of its device, and whether it needs less."""
+    needed = [stage.memory_bytes for stage in estimate.stages]
+    kept = kept_bytes(plan, needed, device_bytes_of(plan), profiles)
+    stages = zip(estimate.stages, kept, strict=True)
+    held = tuple(replace(stage, memory_bytes=stage.memory_bytes + more) for stage, more in stages)
+    free_bytes, share_free = headroom(plan, replace(estimate, stages=held))
     device_bytes = free_bytes / share_free if free_bytes else float(estimate.memory_bytes)
-    held_bytes = device_bytes - free_bytes
+    return device_bytes - free_bytes, device_bytes, any(kept)
+
+
+def verdict(plan: Plan, estimate: Estimate, profiles: Profiles) -> str:
+    """Return the expected memory of the fullest GPU as a range, and an allocator setting if memory is tight."""
+    held_bytes, device_bytes, needs_less = _expected(plan, estimate, profiles)
     low, high = (size / GIB for size in memory_range(held_bytes))
     device = device_bytes / GIB
     words = f"{low:.0f} to {high:.0f} of {device:.0f} GiB a GPU, {held_bytes / GIB:.1f} expected"
+    words += ", with gathered inputs that the allocator gives back if it has to" * needs_less
     if high <= device:
         return f"fits: {words}"
     usual = held_bytes <= (1 - SPARE_SHARE) * device_bytes

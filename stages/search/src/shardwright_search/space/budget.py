@@ -126,14 +126,18 @@ def _default_gib(device_bytes: int) -> float:
 
 def headroom(plan: Plan, estimate: Estimate) -> tuple[int, float]:
     """Return the least that a plan leaves of a rank's device: its bytes, and their share of the device's memory."""
-    names, types = plan.cluster.node_type_of_rank, plan.cluster.node_types
     left = [
         (device_bytes - stage.memory_bytes, device_bytes)
-        for stage, places in zip(estimate.stages, plan.stages, strict=True)
-        for device_bytes in (min(types[names[rank]].memory_bytes for rank in places.ranks),)
+        for stage, device_bytes in zip(estimate.stages, device_bytes_of(plan), strict=True)
     ]
     free_bytes, device_bytes = min(left, key=lambda each: each[0] / each[1])
     return free_bytes, free_bytes / device_bytes
+
+
+def device_bytes_of(plan: Plan) -> tuple[int, ...]:
+    """Return the memory of the smallest device of each pipeline stage."""
+    names, types = plan.cluster.node_type_of_rank, plan.cluster.node_types
+    return tuple(min(types[names[rank]].memory_bytes for rank in stage.ranks) for stage in plan.stages)
 
 
 def min_shortfall(instance: Instance, configurations: Sequence[Configuration]) -> Shortfall:

@@ -7,6 +7,7 @@ these, or until the allocator has no other place.
 from collections.abc import Sequence
 from math import ceil
 
+from shardwright.estimate.accuracy import SPARE_SHARE
 from shardwright.plan.axes import axes_of
 from shardwright.plan.schedules.registry import schedule_of
 from shardwright.types import ITEMSIZE, LayerStrategy, Plan, SequenceParallel
@@ -19,6 +20,18 @@ _WAITED_FOR = 2
 
 Fitted to the given runs of the playbook: of those with 2, 4 and 8 stages, which hold none, a half and three quarters.
 """
+
+
+def kept_bytes(
+    plan: Plan, needed_bytes: Sequence[int], device_bytes: Sequence[int], profiles: Profiles
+) -> tuple[int, ...]:
+    """Return the bytes of gathered inputs that a rank of each stage holds beyond its needs.
+
+    They are kept while there is room in the part of its device that plans may use by default.
+    """
+    kept = kept_if_it_fits(plan, profiles)
+    room = (int((1 - SPARE_SHARE) * most) - needed for needed, most in zip(needed_bytes, device_bytes, strict=True))
+    return tuple(max(0, min(pair)) for pair in zip(kept, room, strict=True))
 
 
 def kept_if_it_fits(plan: Plan, profiles: Profiles) -> tuple[int, ...]:
