@@ -1,12 +1,16 @@
-"""Plans of one strategy for all layers, found first in every search, in case it is stopped early."""
+"""Plans of one strategy for all layers, found first in every search, in case it is stopped early.
 
-from collections.abc import Callable, Iterator, Sequence
+The bounds of such plans are nearly exact and take far less work than the plans. So after a first plan, local moves
+follow the bounds down: more or fewer chunks, micro-batches and stages. Where no move leads further down the next plan
+is found, and then the configurations that no move has reached are looked at.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from math import log2
+from math import inf, log2
+from typing import TypeVar
 
-import numpy as np
-
-from shardwright_search.solver.guesses import WIDE, best_guess
+from shardwright_search.solver.guesses import GUESSED, WIDE, best_guess
 from shardwright_search.solver.targets import Best, Target
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.request import StageWidths
@@ -20,6 +24,9 @@ _MAX_GUESSES = 32
 """The most plans that are guessed, when all is bounded."""
 _Case = tuple[float, int, Target[Configuration]]
 """A configuration whose layers share a strategy, behind its bound and its number."""
+_Place = tuple[int, ...]
+"""Chunks, micro-batches and stages of a configuration, and its batch size."""
+T = TypeVar("T")
 
 
 def first_plans(space: SearchSpace) -> Iterator[Best[Configuration]]:
@@ -28,16 +35,24 @@ def first_plans(space: SearchSpace) -> Iterator[Best[Configuration]]:
     Configurations of one chunk are first, and among them those in which a rank has about one sample of a microbatch.
     """
     devices = space.instance.costs.cluster.num_devices
-    shared = _shared(space)
-    cases, score = list[_Case](), np.inf
+    shared, cases, score = _shared(space), list[_Case](), inf
+    least: dict[Configuration, _Case] = {}
     order = sorted(shared, key=lambda whole: _distance(whole, devices))
     # The most stages have the fewest strategies to price.
     soonest = min(order, key=lambda whole: (*_distance(whole, devices), -whole.pp_size), default=None)
-    for whole in dict.fromkeys((soonest, *order) if soonest is not None else ()):
+
+    def bound(whole: Configuration) -> float:
         of_whole = _cases(space, shared[whole](), len(cases))
-        cases += of_whole
-        if of_whole and (least := min(of_whole))[0] < score * _MUCH:
-            for best in _guesses(space, least, score):
+        cases.extend(of_whole)
+        if not of_whole:
+            return inf
+        least[whole] = min(of_whole)
+        return least[whole][0]
+
+    first = () if soonest is None else (soonest,)
+    for whole in descended((*first, *order), _moves(order), bound):
+        if least[whole][0] < score * _MUCH:
+            for best in _guesses(space, least[whole], score):
                 score = best.score
                 yield best
     for case in sorted(cases)[:_MAX_GUESSES]:
@@ -46,6 +61,79 @@ def first_plans(space: SearchSpace) -> Iterator[Best[Configuration]]:
         for best in _guesses(space, case, score):
             score = best.score
             yield best
+
+
+def descended(order: Iterable[T], moves: Callable[[T], Iterable[T]], bound: Callable[[T], float]) -> Iterator[T]:
+    """Bound each of these once, and yield those to look at closely: the first, then each from which no move leads down.
+
+    A descent begins at each that is below all before it, and follows the first move that leads further down.
+    """
+    known: dict[T, float] = {}
+    lowest = inf
+    for start in order:
+        if start in known:
+            continue
+        known[start], is_first = bound(start), lowest == inf
+        if known[start] >= lowest:
+            continue
+        if is_first:
+            yield start
+        here = start
+        while (further := _further(here, moves, bound, known)) is not None:
+            here = further
+        lowest = known[here]
+        if not is_first or here != start:
+            yield here
+
+
+def _further(
+    here: T, moves: Callable[[T], Iterable[T]], bound: Callable[[T], float], known: dict[T, float]
+) -> T | None:
+    """Return the first move that was not bounded yet and leads down; None: there is none."""
+    for other in moves(here):
+        if other not in known:
+            known[other] = bound(other)
+            if known[other] < known[here]:
+                return other
+    return None
+
+
+def _moves(wholes: Sequence[Configuration]) -> Callable[[Configuration], Iterator[Configuration]]:
+    """Return a function that yields the configurations that are one move away from one, the largest moves first."""
+    at: dict[_Place, list[Configuration]] = {}
+    for whole in wholes:
+        at.setdefault(_place(whole), []).append(whole)
+    values = [sorted(set(column)) for column in zip(*at, strict=True)]
+
+    def moves(whole: Configuration) -> Iterator[Configuration]:
+        place = _place(whole)
+        changed = (
+            (*place[:axis], value, *place[axis + 1 :])
+            for steps in (_doubled, _next)
+            for axis, of_axis in enumerate(values)
+            for value in steps(of_axis, place[axis])
+        )
+        for other in dict.fromkeys(changed):
+            yield from at.get(other, ())
+
+    return moves
+
+
+def _place(whole: Configuration) -> _Place:
+    return whole.num_chunks, whole.num_microbatches, whole.pp_size, whole.global_batch_size
+
+
+def _doubled(values: Sequence[int], value: int) -> Iterator[int]:
+    """Yield the least value of at least the double, and the largest of at most the half."""
+    yield from [other for other in values if other >= 2 * value][:1]
+    yield from [other for other in values if 2 * other <= value][-1:]
+
+
+def _next(values: Sequence[int], value: int) -> Iterator[int]:
+    """Yield the next larger value and the next smaller one."""
+    place = values.index(value)
+    yield from values[place + 1 : place + 2]
+    yield from values[max(0, place - 1) : place]
 
 
 def _distance(configuration: Configuration, devices: int) -> tuple[bool, float]:
@@ -77,15 +165,15 @@ def _with_layers(
 def _cases(space: SearchSpace, targets: Iterator[Target[Configuration]], first: int) -> list[_Case]:
     """Return the cases that may have a plan."""
     scored = ((each.score(space.uniform_bounds.bound_ps(each.configuration)), each) for each in targets)
-    return [(score, first + number, target) for number, (score, target) in enumerate(scored) if score < np.inf]
+    return [(score, first + number, target) for number, (score, target) in enumerate(scored) if score < inf]
 
 
 def _guesses(space: SearchSpace, case: _Case, below: float) -> Iterator[Best[Configuration]]:
     """Yield a plan of a configuration, if one is found below a score."""
     bound, _, target = case
-    solvable = space.whole(target.configuration)
+    solvable, enough = space.whole(target.configuration), bound * (1 + GUESSED)
     for limit in (min(below, bound * (1 + above)) for above in WIDE):
-        if (plan := best_guess(solvable, target.time_ps(limit))) is not None:
+        if (plan := best_guess(solvable, target.time_ps(limit), target.time_ps(enough))) is not None:
             yield Best(target, plan, target.score(plan.objective_ps))
             return
         if limit == below:
