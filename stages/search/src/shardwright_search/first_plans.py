@@ -172,7 +172,9 @@ def _guesses(space: SearchSpace, case: _Case, below: float) -> Iterator[Best[Con
     """Yield a plan of a configuration, if one is found below a score."""
     bound, _, target = case
     solvable, enough = space.whole(target.configuration), bound * (1 + GUESSED)
-    for limit in (min(below, bound * (1 + above)) for above in WIDE):
+    # As long as there is no plan at all, one near the bound is soon enough.
+    shares = WIDE if below < inf else [above for above in WIDE if above >= GUESSED]
+    for limit in (min(below, bound * (1 + above)) for above in shares):
         if (plan := best_guess(solvable, target.time_ps(limit), target.time_ps(enough))) is not None:
             yield Best(target, plan, target.score(plan.objective_ps))
             return
