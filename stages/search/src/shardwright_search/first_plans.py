@@ -38,8 +38,10 @@ def first_plans(space: SearchSpace) -> Iterator[Best[Configuration]]:
     shared, cases, score = _shared(space), list[_Case](), inf
     least: dict[Configuration, _Case] = {}
     order = sorted(shared, key=lambda whole: _distance(whole, devices))
-    # The most stages have the fewest strategies to price.
-    soonest = min(order, key=lambda whole: (*_distance(whole, devices), -whole.pp_size), default=None)
+    nearest = [whole for whole in order if _distance(whole, devices) == _distance(order[0], devices)]
+    # Many stages take long to cut, and few have many strategies to price.
+    nearest.sort(key=lambda whole: whole.pp_size)
+    first = nearest[len(nearest) // 2 :][:1]
 
     def bound(whole: Configuration) -> float:
         of_whole = _cases(space, shared[whole](), len(cases))
@@ -49,7 +51,6 @@ def first_plans(space: SearchSpace) -> Iterator[Best[Configuration]]:
         least[whole] = min(of_whole)
         return least[whole][0]
 
-    first = () if soonest is None else (soonest,)
     for whole in descended((*first, *order), _moves(order), bound):
         if least[whole][0] < score * _MUCH:
             for best in _guesses(space, least[whole], score):
