@@ -36,24 +36,31 @@ def first_plans(space: SearchSpace) -> Iterator[Best[Configuration]]:
     """
     devices = space.instance.costs.cluster.num_devices
     shared, cases, score = _shared(space), list[_Case](), inf
-    least: dict[Configuration, _Case] = {}
-    order = sorted(shared, key=lambda whole: _distance(whole, devices))
-    nearest = [whole for whole in order if _distance(whole, devices) == _distance(order[0], devices)]
-    # Many stages take long to cut, and few have many strategies to price.
-    nearest.sort(key=lambda whole: whole.pp_size)
-    first = nearest[len(nearest) // 2 :][:1]
+    least: dict[Configuration, _Case | None] = {}
 
     def bound(whole: Configuration) -> float:
-        of_whole = _cases(space, shared[whole](), len(cases))
-        cases.extend(of_whole)
-        if not of_whole:
-            return inf
-        least[whole] = min(of_whole)
-        return least[whole][0]
+        if whole not in least:
+            of_whole = _cases(space, shared[whole](), len(cases))
+            cases.extend(of_whole)
+            least[whole] = min(of_whole, default=None)
+        case = least[whole]
+        return inf if case is None else case[0]
 
-    for whole in descended((*first, *order), _moves(order), bound):
-        if least[whole][0] < score * _MUCH:
-            for best in _guesses(space, least[whole], score):
+    def guessed(whole: Configuration) -> Iterator[Best[Configuration]]:
+        case = least[whole]
+        return iter(()) if case is None else _guesses(space, case, score)
+
+    order = sorted(shared, key=lambda whole: _distance(whole, devices))
+    starts = _starts([whole for whole in order if _distance(whole, devices) == _distance(order[0], devices)])
+    for whole in starts:
+        if score == inf and bound(whole) < inf:
+            for best in guessed(whole):
+                score = best.score
+                yield best
+    for whole, is_lowest in descended((*starts, *order), _moves(order), bound):
+        # Not every configuration with a bound has a plan that fits: until there is one, each on the way is tried.
+        if is_lowest == (score < inf) and bound(whole) < score * _MUCH:
+            for best in guessed(whole):
                 score = best.score
                 yield best
     for case in sorted(cases)[:_MAX_GUESSES]:
@@ -64,8 +71,20 @@ def first_plans(space: SearchSpace) -> Iterator[Best[Configuration]]:
             yield best
 
 
-def descended(order: Iterable[T], moves: Callable[[T], Iterable[T]], bound: Callable[[T], float]) -> Iterator[T]:
-    """Bound each of these once, and yield those to look at closely: the first, then each from which no move leads down.
+def _starts(nearest: Sequence[Configuration]) -> tuple[Configuration, ...]:
+    """Return the configurations to look at before all others, until there is a plan, by their numbers of stages.
+
+    Many stages take long to cut, and few have many strategies to price: a middle number is first. Where that has no
+    plan, the most stages have the fewest strategies.
+    """
+    by_stages = sorted(nearest, key=lambda whole: whole.pp_size)
+    return (*by_stages[len(by_stages) // 2 :][:1], *by_stages[-1:])
+
+
+def descended(
+    order: Iterable[T], moves: Callable[[T], Iterable[T]], bound: Callable[[T], float]
+) -> Iterator[tuple[T, bool]]:
+    """Bound each of these once, and yield each that is below all before it, and whether no move leads further down.
 
     A descent begins at each that is below all before it, and follows the first move that leads further down.
     """
@@ -74,17 +93,15 @@ def descended(order: Iterable[T], moves: Callable[[T], Iterable[T]], bound: Call
     for start in order:
         if start in known:
             continue
-        known[start], is_first = bound(start), lowest == inf
+        known[start] = bound(start)
         if known[start] >= lowest:
             continue
-        if is_first:
-            yield start
-        here = start
-        while (further := _further(here, moves, bound, known)) is not None:
-            here = further
-        lowest = known[here]
-        if not is_first or here != start:
-            yield here
+        here: T | None = start
+        while here is not None:
+            yield here, False
+            lowest, last = known[here], here
+            here = _further(here, moves, bound, known)
+        yield last, True
 
 
 def _further(
