@@ -5,13 +5,15 @@
 
 Three cases of benchmarks/search.py on published profiles, left out where those are not there; large clusters, many
 batch sizes and many layers on analytic profiles (no such machine is needed); the analytic hardware profile of 2,048
-nodes; and whole commands of `shardwright advise`. Printed as a table. Where all cases ran, it is also written to
-benchmarks/results/search-scale.md and .json, with the load of the machine.
+nodes; and whole commands of `shardwright advise`, some of them cut short, with the step time of what they answer.
+Printed as a table. Where all cases ran, it is also written to benchmarks/results/search-scale.md and .json, with the
+load of the machine.
 """
 
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -83,6 +85,7 @@ CASES = {
 
 IMPORTED = {case.name: case for case in PUBLISHED if case.name in ("llama-7b-1x8", "vit-xhuge-1x8", "t5-3b-1x8")}
 NODES = "hardware profile of 2,048 nodes"
+TOLD = "told.txt"
 HEADINGS = ("case", "CPU s", "goal", "MiB", "gap", "configurations", "plan")
 ADVISED = {
     "advise llama-3-8b on 64 H100": ("llama-3-8b --gpus 8x8:H100-SXM --batch 512", "1.5"),
@@ -95,11 +98,20 @@ ADVISED = {
     "advise deepseek-v3 on 2,048 H100": ("deepseek-v3 --gpus 256x8:H100-SXM --batch 15360 --seq 4096", "6"),
 }
 """Arguments, and the goal in CPU seconds."""
+_405B = "llama-3.1-405b --gpus 2048x8:H100-SXM --batch 2048 --seq 8192"
+_DEEPSEEK = "deepseek-v3 --gpus 256x8:H100-SXM --batch 15360 --seq 4096"
+CUT_SHORT = {
+    "advise llama-3.1-405b on 16,384 H100": _405B,
+    "advise llama-3.1-405b, cut at 3 s": f"{_405B} --time-limit 3",
+    "advise deepseek-v3, cut at 1 s": f"{_DEEPSEEK} --time-limit 1",
+    "advise deepseek-v3, cut at 3 s": f"{_DEEPSEEK} --time-limit 3",
+}
+"""Arguments of searches beside the whole one: what is told is the step time of the plan that is found."""
 GOALS_S = {
     "llama-7b-1x8": "0.5",
     "vit-xhuge-1x8": "1.0",
     "t5-3b-1x8": "0.6",
-    "llama-7b of 128 layers on 64 devices": "1.5",
+    "llama-7b of 128 layers on 64 devices": "1.0",
     "gpt 175b on 1,024 devices, 4 batch sizes": "1.5",
     "llama 405b on 16,384 devices": "5",
     **{name: goal for name, (_, goal) in ADVISED.items()},
@@ -119,14 +131,15 @@ def main() -> None:
     imported = IMPORTED if (asked.reference / "hardware").is_dir() else {}
     rows, loads, lines = {}, [os.getloadavg()[0]], [_line(*HEADINGS), _line(*["---"] * len(HEADINGS))]
     print("\n".join(lines))
-    for number, name in enumerate((*imported, *CASES, NODES, *ADVISED)):
+    advised = {name: arguments for name, (arguments, _) in ADVISED.items()} | CUT_SHORT
+    for number, name in enumerate((*imported, *CASES, NODES, *advised)):
         if any(word in name for word in asked.cases):
             folder = asked.work / str(number)
             if name == NODES:
                 rows[name] = hardware_of_many_nodes(folder, asked.repeats)
-            elif name in ADVISED:
+            elif name in advised:
                 folder.mkdir(parents=True, exist_ok=True)
-                rows[name] = measured(folder, ["advise", *ADVISED[name][0].split()], asked.repeats)
+                rows[name] = measured(folder, ["advise", *advised[name].split()], asked.repeats)
             elif name in imported:
                 rows[name] = measured(folder, ["plan", *published(folder, name, asked.reference)], asked.repeats)
             else:
@@ -134,7 +147,7 @@ def main() -> None:
             loads.append(os.getloadavg()[0])
             lines.append(_row(name, rows[name]))
             print(lines[-1], flush=True)
-    if len(rows) == len(IMPORTED) + len(CASES) + 1 + len(ADVISED):
+    if len(rows) == len(IMPORTED) + len(CASES) + 1 + len(advised):
         date, cpus = datetime.now(UTC).strftime("%Y-%m-%d"), os.cpu_count()
         document = {"date": date, "cpus": cpus, "load": [min(loads), max(loads)], "repeats": asked.repeats}
         out = ROOT / "benchmarks/results/search-scale.json"
@@ -163,7 +176,8 @@ def measured(folder: Path, asked: list[str], repeats: int) -> dict:
     plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
     words = f"pp {len(plan['stages'])}, {plan['num_microbatches']} microbatches, batch {plan['global_batch_size']}"
     if asked[0] == "advise":  # which prints what is proven
-        return used | {"plan": words}
+        step_s = re.search(r"predicted (\S+ s) a step", (folder / TOLD).read_text(encoding="utf-8"))
+        return used | {"plan": words if step_s is None else f"{words}, {step_s[1]} a step"}
     proof = json.loads((folder / "plan.prediction.json").read_text(encoding="utf-8"))["proof"]
     return used | {"gap": proof["gap"], "cases": proof["examined"], "plan": words}
 
@@ -190,11 +204,14 @@ def published(folder: Path, name: str, reference: Path) -> list[str]:
 
 
 def median_of(command: list[str], folder: Path, repeats: int, clear: Callable[[], None] = lambda: None) -> dict:
-    """The median run's CPU seconds, and the most memory; `clear` takes away what a run has written."""
+    """The median run's CPU seconds, and the most memory; `clear` takes away what a run has written.
+
+    What the last run printed is in the folder.
+    """
     environment, used = _with_bytecode(folder / "bytecode"), []
     for _ in range(repeats + 1):
         clear()
-        used.append(_used(command, environment))
+        used.append(_used(command, environment, folder / TOLD))
     used = sorted(used[1:])  # the first compiles Python's bytecode, which installing does elsewhere
     return {"cpu_s": used[len(used) // 2][0], "peak_mib": max(peak for _, peak in used)}
 
@@ -233,10 +250,11 @@ def prepared(folder: Path, case: dict) -> list[str]:
     ]
 
 
-def _used(command: list[str], environment: dict[str, str]) -> tuple[float, int]:
-    """CPU seconds and the most resident MiB of one run."""
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    _, status, used = os.wait4(process.pid, 0)
+def _used(command: list[str], environment: dict[str, str], told: Path) -> tuple[float, int]:
+    """CPU seconds and the most resident MiB of one run, which prints to a file."""
+    with told.open("wb") as printed:
+        process = subprocess.Popen(command, env=environment, stdout=printed, stderr=subprocess.DEVNULL)
+        _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         sys.exit(f"{command[0]} {command[1]} ended with {process.returncode}")

@@ -62,7 +62,7 @@ def test_each_way_out_that_is_named_fits_once_it_is_taken_in_the_time_that_is_sa
     assert code == 3, error
     ways = _ways(error)
     assert {option.split()[0] for option, _ in ways.values()} == {
-        "--budget-gib", "--gpus", "--parameters", "--optimizer", "--lora", "--seq", "--batch"
+        "--budget-gib", "--gpus", "--parameters", "--optimizer", "--offload", "--lora", "--seq", "--batch"
     }  # fmt: skip
     for option, step_s in ways.values():
         name, value = option.removeprefix("--").split()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from time import process_time
 
 import numpy as np
 import pytest
@@ -15,11 +16,13 @@ from shardwright.types import GIB, Cluster, DataParallel, Model, Plan, Recompute
 from shardwright_search.commands.prediction import prediction_of_searched
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles
-from shardwright_search.search import NEAR, Infeasible, SearchAnswer, find_best
+from shardwright_search.first_plans import first_plans
+from shardwright_search.search import NEAR, Infeasible, SearchAnswer, StoppedEarly, find_best
 from shardwright_search.solver.guesses import guess
+from shardwright_search.solver.stopping import GRACE_S, CpuSeconds
 from shardwright_search.space.configurations import configurations, narrowed
 from shardwright_search.space.request import SearchRequest
-from shardwright_search.space.search_space import space_of
+from shardwright_search.space.search_space import SearchSpace, space_of
 from shardwright_search.space.uniform import even_cuts
 
 FILE = Path("s.json")
@@ -243,6 +246,25 @@ def test_a_search_that_is_stopped_names_a_plan_and_its_gap(make):
     batch = hasty.chosen.plan.global_batch_size / ample.chosen.plan.global_batch_size
     assert hasty.bound_s <= ample.optimum_s * batch <= hasty.optimum_s * (1 + 1e-12)
     assert hasty.chosen.evaluation == evaluate(hasty.chosen.plan, profiles)
+
+
+@pytest.mark.parametrize("limit_s", [CpuSeconds(0.05), -1.0])
+def test_the_first_plan_of_all_may_be_a_little_late(make, monkeypatch, limit_s):
+    def late(space):
+        began_s = process_time()
+        while process_time() - began_s < 2 * GRACE_S:
+            pass
+        yield from first_plans(space)
+
+    monkeypatch.setattr("shardwright_search.search.first_plans", late)
+    monkeypatch.setattr(SearchSpace, "plain", lambda *_: None)
+    model, cluster = make.model(3), make.cluster()
+    given = make.request(), model, cluster, make.profiles(model, cluster), FILE, lambda line: None
+    found = find_best(*given, time_limit_s=limit_s)
+    assert isinstance(found, SearchAnswer) and found.stopped
+    monkeypatch.setattr("shardwright_search.search.first_plans", lambda space: iter(()))
+    with pytest.raises(StoppedEarly, match="no plan was found before the search was stopped"):
+        find_best(*given, time_limit_s=-1.0)
 
 
 def test_layers_are_cut_evenly_with_the_rest_in_the_middle_then_last():

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from itertools import islice
 from math import ceil, inf
 from operator import attrgetter
 from pathlib import Path
@@ -41,6 +42,8 @@ from shardwright_search.split_backward import Split, asks_for_split, best_split
 _FIRST_SHARE = 0.6
 """The most of a time limit that is spent on first plans: bounds, and so proofs, come after them."""
 _EARLY_S = 0.05
+_LATE_S = 1.5
+"""CPU seconds that the first plan of all may take past a limit: a plan that is a little late is better than none."""
 _MAX_RUNNERS_UP = 5
 T = TypeVar("T")
 Report = Callable[[str], None]
@@ -393,11 +396,13 @@ def _first(space: SearchSpace, deadline: float) -> tuple[Best[Configuration] | N
     share = deadline if left_s is None else deadline - left_s * (1 - _FIRST_SHARE)
     share = CpuSeconds(share) if isinstance(deadline, CpuSeconds) else share
     first, whole = latest(first_plans(space), share)
-    if first is None and not whole and soon(deadline) != deadline:
-        first, _ = latest(first_plans(space), soon(0.0))
     rest_s = left(share)
     # If much of the share is left, it was Ctrl-C that ended them; a timer may be early by a little.
-    return first, whole or (rest_s is not None and rest_s < _EARLY_S)
+    expired = rest_s is not None and rest_s < _EARLY_S
+    if first is None and not whole and expired:
+        until_late = deadline if (left(deadline) or 0.0) > _LATE_S else until(CpuSeconds(_LATE_S))
+        first, _ = latest(islice(first_plans(space), 1), until_late)
+    return first, whole or expired
 
 
 def _is_within(candidate: Candidate, budgets: Mapping[str, int]) -> bool:

@@ -297,7 +297,8 @@ def _not_searched(question: Question, answer: SearchAnswer) -> Iterator[str]:
         yield "interleaved schedules (--against pp=2,vpp=2 prices one)"
     yield from _context_not_searched(question)
     yield from _experts_not_searched(question)
-    yield from ("a split backward pass (zero bubble)", "offloading to the host")
+    yield "a split backward pass (zero bubble)"
+    yield "offloading of more than optimizer states" if question.request.offloads else "offloading to the host"
     if not question.request.fine_grained:
         yield "strategies of each layer (--uniform)"
 

@@ -1,4 +1,4 @@
-"""Changes that make a model fit: more memory or nodes, other number formats, LoRA, shorter samples, less batch."""
+"""Changes that make a model fit: more memory or nodes, other formats, offloading, LoRA, shorter samples, less batch."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -99,7 +99,9 @@ def _together(
     each = [way.tries[-1] for way in ways]
     leanest = [way for place, way in enumerate(each) if way[1].keys() not in [one.keys() for _, one in each[:place]]]
     trained = [(option, changes) for option, changes in leanest if "lora" not in changes]
-    low_rank = [(option, changes) for option, changes in leanest if not changes.keys() & {"parameters", "optimizer"}]
+    # Adapters have few states to offload.
+    whole = {"parameters", "optimizer", "offload"}
+    low_rank = [(option, changes) for option, changes in leanest if not changes.keys() & whole]
     for taken in (trained, low_rank, *([*low_rank, more] for more in _more_gpus(asked, question))):
         changes = {name: value for _, each in taken for name, value in each.items()}
         outcome = _outcome(replace(asked, **changes), search, deadline)
@@ -126,6 +128,8 @@ def _ways(asked: AdviseOptions, question: Question, folder: Path) -> Iterator[_W
         yield _Way("parameters and states in bfloat16", (("--parameters bfloat16", {"parameters": "bfloat16"}),))
     if asked.optimizer == ("adamw",) and asked.target is None:
         yield _Way("moments in 8 bits", (("--optimizer adamw-8bit", {"optimizer": ("adamw-8bit",)}),))
+    if asked.offload == "none" and asked.target is None and asked.optimizer != ("muon",):
+        yield _Way("optimizer states in host memory", (("--offload any", {"offload": "any"}),))
     if asked.lora is None and not asked.frozen and not asked.mtp:
         config = {"peft_type": "LORA", "r": _RANK, "lora_alpha": _RANK, "target_modules": "all-linear"}
         (folder / "adapter_config.json").write_text(json.dumps(config))

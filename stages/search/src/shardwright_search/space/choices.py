@@ -140,9 +140,12 @@ class LayerChoices(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     def as_type(self, strategy: LayerStrategy, type_name: str) -> LayerStrategy:
         """Return the equivalent strategy for another layer type, which may have no experts."""
-        kind = self.model.types[type_name]
+        if strategy.type == type_name:
+            return strategy
+        kind, offload = self.model.types[type_name], strategy.offload
         experts = UNSET if kind.experts is UNSET else strategy.experts
-        offload = strategy.offload if kind.trained_parameters else UNSET
+        if strategy.offloads_optimizer and not kind.trained_parameters:
+            offload = UNSET
         return replace(strategy, type=type_name, experts=experts, offload=offload)
 
     def gathered_tokens(self, strategy: Strategy, samples: int) -> int:
@@ -289,7 +292,8 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
         names = dict.fromkeys(self.costs.model.layers)
         first, *others = sorted(names, key=lambda name: types[name].experts is UNSET)
         layers = (s for s in by_type[first] if isinstance(s, LayerStrategy))
-        return tuple(s for s in layers if all(self.layers.as_type(s, other) in by_type[other] for other in others))
+        possible = {other: set(by_type[other]) for other in others}
+        return tuple(s for s in layers if all(self.layers.as_type(s, other) in possible[other] for other in others))
 
     def outer_strategies(self, configuration: Configuration) -> tuple[Strategy, ...]:
         """Return the strategies that embedding and head can both have, on stages of any possible width."""
