@@ -51,6 +51,8 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=[""], help="those with one of these words in their names")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     asked = parser.parse_args()
+    if asked.repeats < 1:
+        parser.error("--repeats must be at least 1")
     lines = ["| case | CPU s | goal | MiB | proven |", "| --- | ---: | ---: | ---: | --- |"]
     print("\n".join(lines))
     for name, (words, goal) in COMMANDS.items():
