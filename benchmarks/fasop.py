@@ -1,183 +1,175 @@
-"""FASOP's tables beside ours: the same candidates, its own layer times, each difference with its cause and a figure.
+"""FASOP's fastest plans beside ours in its own space, both priced by our cost model.
 
-    python benchmarks/fasop.py [--reference ../shared/reference/fasop] [--out benchmarks/results/fasop.md]
+    snakemake --cores 2 reference                  # once: FASOP's published layer times and links, as profiles
+    python benchmarks/fasop.py --reference FOLDER [--write]
 
-The reference has the tables that FASOP's commit 93cb38b writes, and its layer times; it is not part of this repository.
-Its estimate and its partition are written anew in peers/fasop_published.py and peers/fasop_partition.py. First they are
-compared with its tables; then its named defects are mended one at a time; then its partitions and its fastest
-candidates are priced without these defects in a closed form (peers/fasop_estimate.py), and simulated. Our partitions
-minimize that form exactly (peers/fasop_exact.py).
+The folder has the tables that FASOP's commit 93cb38b writes; it is not part of this repository. Of each table the
+fastest plan that fits by FASOP's own flag is priced. FASOP counts embedding and head, and T5's embedding of the
+decoder, as layers of a stage.
 """
 
 import argparse
-import sys
+import ast
+import csv
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
-from itertools import product
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parent / "peers"))
+import msgspec
+from msgspec.structs import replace
 
-import numpy as np
-from fasop_compare import Table, defects_of, partitions_of, read_table, repeated_of, tops_of
-from fasop_estimate import batches, estimates
-from fasop_exact import check
-from fasop_inputs import CASES, problem_of
-from fasop_problem import candidates
+from shardwright.display.plan_words import shape_words
+from shardwright.io import BadInput, one_line_errors, read_document
+from shardwright.types import GIB, Cluster, LayerStrategy, Model, Plan
+from shardwright_search.candidates import Candidate
+from shardwright_search.cost_model.plan import evaluate
+from shardwright_search.cost_model.profiles import Profiles, read_profiles
+from shardwright_search.search import SearchAnswer, find_best
+from shardwright_search.space.request import SearchRequest
+from shardwright_search.space.uniform import UniformStrategy, plan_of_uniform
 
 ROOT = Path(__file__).resolve().parents[1]
-_PEER_S = {
-    "bert": "0.4",
-    "bert_het": "1.5",
-    "gpt2": "1.1",
-    "gpt2_het": "10",
-    "T5": "9",
-    "T5_het": "66",
-    "gpt2XL_pareto_n4": "32",
+PAGE = ROOT / "benchmarks/results/fasop-plans.md"
+MODELS = {"gpt2XL": ("gpt2XL-1024", 64), "gpt2": ("gpt2XL-1024", 64), "bert": ("bert-512", 256), "T5": ("T5-512", 128)}
+"""File and batch of each model, by the first word of a table's name."""
+TABLES = {"bert": 0.4, "bert_het": 1.5, "gpt2": 1.1, "gpt2_het": 10, "T5": 9, "T5_het": 66, "gpt2XL_pareto_n4": 32}
+"""Seconds that FASOP's search took for each table on a machine of two virtual cores."""
+MEMORY_GIB = {"A100": 39.59, "A10": 22.2}
+"""What FASOP takes as the limit of each device."""
+SEARCH = {
+    "name": "fasop",
+    "space": "fasop",
+    "precision": {"parameters": "float32", "compute": "float16", "reduce": "float32"},
+    "sequence_parallel": ["none"],
+    "max_tp_size": 4,
+    "span_node_types": True,
 }
-"""Seconds that FASOP's search took on this kind of machine, as its reference says."""
-_LARGE = 8
 
 
-def main() -> int:
-    """Write the page; exit code 2, with one line, where the reference is not there."""
-    parser = argparse.ArgumentParser(description="FASOP's tables beside ours")
-    parser.add_argument("--reference", type=Path, default=ROOT / "../shared/reference/fasop")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/fasop.md")
-    options = parser.parse_args()
-    times = options.reference / "layer_forward_times.csv"
-    if not times.is_file():
-        print(f"error: {times}: is not there: give the folder of FASOP's tables", file=sys.stderr)
-        return 2
-    tables = [read_table(options.reference, case) for case in CASES]
-    page = "\n".join(_page(tables, times))
-    options.out.write_text(page)
-    print(page)
-    return 0
+class Row(NamedTuple):
+    """A plan of FASOP's tables."""
+
+    micro_batch_size: int
+    tp_size: int
+    dp_size: int
+    nodes: tuple[str, ...]
+    """Device of each node, in the order of the pipeline."""
+    layers: tuple[int, ...]
+    """Layers of each stage, as FASOP counts."""
+    stated_s: float
 
 
-def _page(tables: list[Table], times: Path) -> Iterator[str]:
+def main() -> None:
+    """Print the table, and write it if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--reference", type=Path, required=True, help="folder of FASOP's tables")
+    parser.add_argument("--profiles", type=Path, default=ROOT / "results/reference", help="imported profiles")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
+    asked = parser.parse_args()
+    with one_line_errors():
+        lines = []
+        for line in page(asked.reference, asked.profiles):
+            print(line, flush=True)
+            lines.append(line)
+        if asked.write:
+            PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def page(reference: Path, profiles: Path) -> Iterator[str]:
+    """Yield the lines of the page."""
     day = datetime.now(UTC)
-    yield f"<!-- python benchmarks/fasop.py, {day.day} {day:%B %Y}; CPU seconds of one thread; no step was measured -->"
-    yield "Why and how: [docs/fasop.md](../../docs/fasop.md).\n"
-    yield from _side_by_side(tables)
-    yield from _large(times)
-    yield from _partitions(tables)
-    yield from _defects(tables)
-    yield from _repeated(tables)
-
-
-def _name(table: Table) -> str:
-    return table.case.table.removeprefix("head_rerun_")
-
-
-def _side_by_side(tables: list[Table]) -> Iterator[str]:
-    yield "## The fastest candidates\n"
+    yield f"<!-- python benchmarks/fasop.py, {day.day} {day:%B %Y}; no step was measured -->"
     yield (
-        "In the closed form without defects, with FASOP's own layer times. `FASOP's` is its own fastest row of those"
-        " that fit by its own flag, with its partition, priced alike. Both are simulated, too: 1F1B,"
-        " asynchronous sends.\n"
+        "Seconds a step: `FASOP's` is the fastest plan of its own table that fits by its own flag, priced by our cost"
+        " model from its own layer times and links; `stated` is what FASOP says of it. `ours` is the plan that we find"
+        " in the same space. CPU seconds of one thread. Why and how: [docs/fasop.md](../../docs/fasop.md).\n"
     )
-    yield from _head("table", "candidates", "CPU s", "FASOP s", "ours, s a step", "FASOP's", "ours / FASOP's")
-    losses = []
-    for table in tables:
-        started = time.process_time()
-        found = estimates(table.problem, [row.own for row in table.rows])
-        spent = time.process_time() - started
-        tops = tops_of(table, found)
-        ratio = tops.ours_s / tops.theirs_s
-        cells = (f"{len(found):,}", f"{spent:.2f}", _PEER_S[_name(table)], f"{tops.ours_s:.4f}", f"{tops.theirs_s:.4f}")
-        yield f"| {_name(table)} | {' | '.join(cells)} | {ratio:.3f} |"
-        if tops.ours_simulated_s > tops.theirs_simulated_s * (1 + 1e-9):
-            losses.append((table, tops))
-    yield ""
-    for table, tops in losses:
-        yield (
-            f"The simulator disagrees on {_name(table)}: {tops.ours_simulated_s:.4f} s against"
-            f" {tops.theirs_simulated_s:.4f} s.\n"
-        )
-    if not losses:
-        yield "The simulator agrees on each of them.\n"
+    names = "table|FASOP's plan|our plan|stated|FASOP's|ours|FASOP's / ours|its CPU s|CPU s"
+    yield f"| {' | '.join(names.split('|'))} |"
+    yield f"| --- | --- | --- |{' ---: |' * (names.count('|') - 2)}"
+    for table in TABLES:
+        yield _line(table, read_row(reference / f"results/head_rerun_{table}.csv"), profiles)
 
 
-def _large(times: Path) -> Iterator[str]:
-    problem = problem_of(CASES[-1], times)
-    counts = [own for own in product(range(_LARGE + 1), repeat=2) if any(own)]
-    started = time.process_time()
-    found = estimates(problem, [own for own_counts in counts for own in candidates(problem, own_counts)])
-    spent = time.process_time() - started
-    fitting = [own for own in found if not own.memory.is_oom]
-    yield (
-        f"GPT-2 XL on 0 to {_LARGE} A100 nodes and 0 to {_LARGE} A10 nodes of 8: {len(found):,} candidates of"
-        f" {len(counts)} clusters in {spent:.1f} CPU s, {len(found) - len(fitting):,} out of memory; the fastest that"
-        f" fits takes {fitting[0].step_s:.4f} s a step. FASOP did not finish in 1,500 s.\n"
-    )
+def read_row(file: Path) -> Row:
+    """Return the fastest plan of a table that fits."""
+    if not file.is_file():
+        raise BadInput(file, "does not exist", "give the folder of FASOP's tables with --reference")
+    with file.open(encoding="utf-8") as lines:
+        cells = next(cells for cells in csv.DictReader(lines) if cells["is_oom"] == "False")
+    nodes = ("A100" if name.startswith("p4d") else "A10" for name in ast.literal_eval(cells["node placement"]))
+    sizes = (int(cells[name]) for name in ("mbs", "tp", "dp"))
+    layers = tuple(ast.literal_eval(cells["partition"]))
+    return Row(*sizes, tuple(nodes), layers, float(cells["estimated time (s/step)"]))
 
 
-def _partitions(tables: list[Table]) -> Iterator[str]:
-    yield "## Partitions\n"
-    yield (
-        "Of the rows with several stages: how many of FASOP's partitions have a longer bottleneck than the least, which"
-        " is exact, and by how much (its own measure: middle stages receive, others neither send nor receive, and the"
-        " layers are those that it priced); how many of ours take longer in the closed form than FASOP's with the"
-        " all-reduce at the end, which no partition is chosen by; how many take longer when both are simulated, and the"
-        " mean of ours over FASOP's, simulated.\n"
-    )
-    results = [
-        check(batch.pipelines, batch.candidates)
-        for own in tables
-        for batch in batches(own.problem, [r.own for r in own.rows])
-    ]
-    tried, wrong = sum(result.tried for result in results), sum(len(result.wrong) for result in results)
-    yield (
-        f"Of {tried:,} of all {sum(len(own.rows) for own in tables):,} candidates every partition was tried"
-        f": {wrong or 'none'} better than ours.\n"
-    )
-    yield from _head(
-        "table", "rows", "FASOP's above the least bottleneck", "by up to", "in its own measure", "by up to",
-        "ours slower in the closed form", "by up to", "ours slower simulated", "by up to", "mean simulated",
-    )  # fmt: skip
-    for table in tables:
-        found = partitions_of(table)
-        cells = [f"{found.rows:,}"]
-        for own in (found.missed, found.missed_own, found.slower, found.slower_simulated):
-            cells += [str(len(own)), f"{max(own, default=0):.1%}"]
-        yield f"| {_name(table)} | {' | '.join([*cells, f'{np.mean(found.ratios):.3f}'])} |"
-    yield ""
+def _line(table: str, row: Row, folder: Path) -> str:
+    name, batch = MODELS[table.partition("_")[0]]
+    model = read_document(folder / f"models/fasop-{name}.json", Model)
+    cluster, profiles = cluster_of(row, 8 if "pareto" in table else 4), profiles_of(row, folder, name, table)
+    began_s = time.process_time()
+    ours = _searched(batch, model, cluster, profiles)
+    took_s = time.process_time() - began_s
+    plan = plan_of(row, ours.plan)
+    theirs_s = evaluate(plan, profiles, timeline=False).estimate.simulated_step_time_s
+    ours_s = ours.evaluation.estimate.simulated_step_time_s
+    times = " | ".join(f"{each:.4f}" for each in (row.stated_s, theirs_s, ours_s))
+    words = " | ".join(f"{shape_words(each)}, tp {each.layers[0].tp_size}" for each in (plan, ours.plan))
+    return f"| {table} | {words} | {times} | {theirs_s / ours_s:.3f} | {TABLES[table]:g} | {took_s:.1f} |"
 
 
-def _defects(tables: list[Table]) -> Iterator[str]:
-    yield "## FASOP's named defects, mended one at a time\n"
-    yield (
-        "What mending one does to FASOP's own figures over all rows of all its tables: how many change, by how much at"
-        " most, and for how many the answer whether they fit.\n"
-    )
-    yield from _head("defect", "rows changed", "least", "most", "other answer to fits")
-    for found in defects_of(tables):
-        cells = f"{found.changed:,} of {found.rows:,}", f"{found.least:+.1%}", f"{found.most:+.1%}", f"{found.flags:,}"
-        yield f"| {found.text} | {' | '.join(cells)} |"
-    yield ""
+def _searched(batch: int, model: Model, cluster: Cluster, profiles: Profiles) -> Candidate:
+    request = msgspec.convert({**SEARCH, "global_batch_size": batch}, SearchRequest)
+    answer = find_best(request, model, cluster, profiles, Path("fasop"), lambda _: None)
+    if not isinstance(answer, SearchAnswer):
+        raise BadInput("space fasop", "has no plan that fits", "check the imported profiles")
+    return answer.chosen
 
 
-def _repeated(tables: list[Table]) -> Iterator[str]:
-    yield "## How well FASOP's tables are repeated\n"
-    yield (
-        "Its estimate, written anew, beside its tables: times, memory and flags of every row, and its partitions."
-        " `other layers`: rows whose printed partition is not the one that its time is of, a defect that nothing named."
-        " Those that are not repeated take as long to 15 digits.\n"
-    )
-    yield from _head("table", "rows", "largest difference", "other flags", "partitions repeated", "other layers")
-    for table in tables:
-        found = repeated_of(table)
-        cells = len(table.rows), f"{found.difference:.0e}", found.flags, found.partitions, found.other_layers
-        yield f"| {_name(table)} | {' | '.join(map(str, cells))} |"
+def cluster_of(row: Row, devices_per_node: int) -> Cluster:
+    """Return the cluster of a plan's nodes, the types in alphabetical order."""
+    names = sorted(set(row.nodes))
+    types = {
+        name: {"device": name, "devices_per_node": devices_per_node, "memory_bytes": int(MEMORY_GIB[name] * GIB)}
+        for name in names
+    }
+    groups = [{"node_type": name, "count": row.nodes.count(name)} for name in names]
+    return msgspec.convert({"name": "fasop", "nodes": groups, "node_types": types}, Cluster)
 
 
-def _head(*names: str) -> Iterator[str]:
-    yield f"| {' | '.join(names)} |"
-    yield f"| --- |{' ---: |' * (len(names) - 1)}"
+def profiles_of(row: Row, folder: Path, model: str, table: str) -> Profiles:
+    """Return the imported profiles of a plan's devices."""
+    per_node = "8x8" if "pareto" in table else "8x4"
+    names = sorted(set(row.nodes))
+    hardware = [folder / f"hardware/fasop-{name.lower()}-{per_node}.h5" for name in names]
+    return read_profiles(hardware, [folder / f"profiles/fasop-{model.partition('-')[0]}@{name}.h5" for name in names])
+
+
+def plan_of(row: Row, ours: Plan) -> Plan:
+    """Return FASOP's plan, with the model, cluster, batch and formats of ours."""
+    micro_batches = ours.global_batch_size // (row.dp_size * row.micro_batch_size)
+    ends = [sum(row.layers[:i]) for i in range(len(row.layers) + 1)]
+    # T5's decoder has an embedding, which is no layer of ours.
+    outside = (0, len(ours.layers) // 2 + 1) if ours.model.family == "t5" else (0,)
+    inner = [min(end - sum(place < end for place in outside), len(ours.layers)) for end in ends]
+    layer = LayerStrategy(type=ours.layers[0].type, tp_size=row.tp_size, dp_size=row.dp_size)
+    uniform = UniformStrategy(layer, len(row.layers), row.micro_batch_size, ranges=tuple(pairwise(inner)))
+    kept = {name: getattr(ours, name) for name in ("global_batch_size", "schedule", "precision", "attention")}
+    plan = plan_of_uniform("fasop", uniform, ours.model, ours.cluster, num_microbatches=micro_batches, **kept)
+    rank_of = _placed(row.nodes, ours.cluster)
+    stages = tuple(replace(stage, ranks=tuple(map(rank_of.__getitem__, stage.ranks))) for stage in plan.stages)
+    return replace(plan, stages=stages)
+
+
+def _placed(nodes: tuple[str, ...], cluster: Cluster) -> Mapping[int, int]:
+    """Return the rank in our cluster of each rank of a pipeline over FASOP's order of nodes."""
+    (size,) = {kind.devices_per_node for kind in cluster.node_types.values()}
+    order = sorted(range(len(nodes)), key=lambda node: nodes[node])
+    return {node * size + i: place * size + i for place, node in enumerate(order) for i in range(size)}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
