@@ -31,7 +31,7 @@ from shardwright_train.models.base import family_named
 __all__ = ["TOLERANCE", "Start", "compare", "launched"]
 
 TOLERANCE = 1e-10
-PLANS = (8, 8, 2)
+PLANS = (4, 4, 1)
 WORLDS = (2, 4, 8)
 
 Errors = dict[str, dict[str, float]]
