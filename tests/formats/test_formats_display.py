@@ -9,7 +9,7 @@ from shardwright.display.chart import Panel, bytes_axis, linear_axis, logarithmi
 from shardwright.display.colours import series_numbers
 from shardwright.display.svg import document, marker, picture, text, ticks
 from shardwright.display.time_left import TimeLeft
-from shardwright.display.units import bytes_text, duration_text, rate_text, seconds_text, usd_text
+from shardwright.display.units import bytes_text, duration_text, gib_text, rate_text, seconds_text, usd_text
 
 
 @pytest.mark.parametrize(("low", "high"), [(1e-6, 2.0), (0.002, 0.0021), (3.0, 3.0), (0.9, 110.0)])
@@ -101,5 +101,7 @@ def test_numbers_have_three_figures_and_a_unit():
         "0 s", "0.25 µs", "12.3 ms", "1.5 s", "1235 s",
     ]  # fmt: skip
     assert [bytes_text(size) for size in (0, 1023, 1536, 5 << 40)] == ["0 B", "1023 B", "1.5 KiB", "5120 GiB"]
+    assert [gib_text(size) for size in (4 << 20, 3 << 29, 80 << 30)] == ["4 MiB", "1.50 GiB", "80.00 GiB"]
+    assert gib_text(3 << 29, 1) == "1.5 GiB"
     assert [usd_text(usd) for usd in (0.01234, 12.34, 1234.5)] == ["$0.0123", "$12.3", "$1,234"]
     assert [rate_text(rate) for rate in (5e5, 2.5e9)] == ["0.5 MB/s", "2.5 GB/s"]

@@ -19,7 +19,7 @@ def _advise(capsys, *arguments):
 def test_a_folder_that_is_to_start_a_plan_is_new_and_appears_with_the_plan(config, tmp_path, capsys):
     asked = (config, "--gpus", "1:RTX-4090", "--batch", 16, "--seq", 256, "--for", "deepspeed", "--launch")
     code, told, error = _advise(capsys, *asked, tmp_path / "new" / "start", "--budget-gib", 0.01)
-    assert (code, told) == (3, "") and "no plan that DeepSpeed runs fits" in error
+    assert (code, told) == (3, "") and "no plan that DeepSpeed runs fits in 10.2 MiB a GPU" in error
     assert not (tmp_path / "new").exists()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "deepspeed.json").write_text("of the user")

@@ -32,6 +32,11 @@ def bytes_text(size_bytes: float) -> str:
     return f"{size_bytes:.0f} B"
 
 
+def gib_text(size_bytes: float, decimals: int = 2) -> str:
+    """Return a size in GiB with a fixed number of decimals; below 1 GiB, where these say little, as `bytes_text`."""
+    return bytes_text(size_bytes) if abs(size_bytes) < 2**30 else f"{size_bytes / 2**30:.{decimals}f} GiB"
+
+
 def rate_text(bytes_per_s: float) -> str:
     """Return a rate in decimal megabytes or gigabytes a second."""
     return f"{bytes_per_s / 1e6:.3g} MB/s" if bytes_per_s < 1e9 else f"{bytes_per_s / 1e9:.3g} GB/s"

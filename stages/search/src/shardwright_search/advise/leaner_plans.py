@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 from msgspec import UNSET
 from msgspec.structs import replace
 
+from shardwright.display.units import gib_text
 from shardwright.io import BadInput
-from shardwright.types import GIB, DataParallel, GradientReduction, LayerStrategy, Plan, Recompute, Strategy
+from shardwright.types import DataParallel, GradientReduction, LayerStrategy, Plan, Recompute, Strategy
 from shardwright_search.advise.question import Question
 from shardwright_search.candidates import Candidate
 from shardwright_search.cost_model.plan import evaluate
@@ -53,7 +54,7 @@ def _brings(question: Question, candidate: Candidate, time_s: float) -> str:
     plan, estimate = candidate.plan, candidate.evaluation.estimate
     lacks = -min(question.left_bytes(plan, estimate))
     if lacks > 0:
-        return f"still exceeds the budget by {lacks / GIB:.2f} GiB a rank"
+        return f"still exceeds the budget by {gib_text(lacks)} a rank"
     ratio = sample_s(plan, estimate) / time_s
     return f"fits, {estimate.simulated_step_time_s:.4g} s a step, {ratio:.2f} times its time"
 

@@ -10,6 +10,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from shardwright.devices.table import Device, DeviceTable, device_named, read_devices
+from shardwright.display.units import gib_text
 from shardwright.estimate.accuracy import MEMORY_SEEN, SPARE_SHARE
 from shardwright.estimate.hardware import NodeRates, node_rates
 from shardwright.estimate.machines import Efficiencies, rates_of
@@ -129,8 +130,8 @@ class Question(NamedTuple):
     def budget_words(self) -> str:
         """Return the memory budget of a GPU in words."""
         if len(self.budgets) == 1:
-            return f"{next(iter(self.budgets.values())) / GIB:.1f} GiB a GPU"
-        return " and ".join(f"{size / GIB:.1f} GiB of {name}" for name, size in self.budgets.items())
+            return f"{gib_text(next(iter(self.budgets.values())), 1)} a GPU"
+        return " and ".join(f"{gib_text(size, 1)} of {name}" for name, size in self.budgets.items())
 
 
 def question_of(options: AdviseOptions) -> Question:

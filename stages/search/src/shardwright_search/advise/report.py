@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 
 from shardwright.devices.utilization import MFU_COUNTS, model_flops_utilization
 from shardwright.display.plan_words import layer_runs, optimizer_words, strategy_words
-from shardwright.display.units import duration_text, usd_text
+from shardwright.display.units import duration_text, gib_text, usd_text
 from shardwright.estimate.accuracy import EXPANDABLE, SEEN, SPARE_SHARE, memory_range
 from shardwright.models.context import plan_obstacle
 from shardwright.types import GIB, Estimate, Plan
@@ -391,7 +391,7 @@ def _against(question: Question, plan: Plan, estimate: Estimate, choice: PricedC
     yield from ways_of_experts(question, other)
     yield f"  yours takes {ratio:.2f} times the time, {abs(more):.1f} GiB {'more' if more >= 0 else 'less'}"
     if lacks > 0:
-        yield f"  it does not fit: it exceeds {question.budget_words} by {lacks / GIB:.2f} GiB a rank"
+        yield f"  it does not fit: it exceeds {question.budget_words} by {gib_text(lacks)} a rank"
         yield from (f"    {way}" for way in ways_to_fit(question, other))
     yield "  here is what differs, best plan → yours:"
     yield from (f"    {line}" for line in plan_differences(plan, other) or ("nothing that is done",))

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from shardwright.devices.table import read_devices
+from shardwright.display.units import gib_text
 from shardwright.io import BadInput
 from shardwright.types import GIB, Estimate, Plan
 from shardwright_search.advise.question import Question, group_of, machines_of, question_of
@@ -149,4 +150,4 @@ def _narrowed(question: Question, share: float) -> Question:
 
 def _reason(question: Question, lacking: Infeasible) -> str:
     more = "" if lacking.exact else "more than "
-    return f"No plan fits in {question.budget_words}: even the leanest needs {more}{lacking.min_bytes / GIB:.1f} GiB."
+    return f"No plan fits in {question.budget_words}: even the leanest needs {more}{gib_text(lacking.min_bytes, 1)}."

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
+from shardwright.display.units import gib_text
 from shardwright.io import BadInput
 from shardwright.types import GIB, Recompute
 from shardwright_search.advise.question import Question, question_of
@@ -182,7 +183,7 @@ def _brings(outcome: SearchAnswer | Infeasible | BadInput, lacking: Infeasible) 
         return f"not possible: {outcome}"
     if isinstance(outcome, Infeasible):
         more = "" if outcome.exact else "more than "
-        missing = f"still exceeds the budget by {more}{outcome.missing_bytes / GIB:.2f} GiB a rank"
+        missing = f"still exceeds the budget by {more}{gib_text(outcome.missing_bytes)} a rank"
         brought = (lacking.missing_bytes - outcome.missing_bytes) / GIB if outcome.exact and lacking.exact else 0.0
         return f"{missing}, {brought:.2f} GiB less" if brought >= _STEP_GIB else missing
     estimate = outcome.chosen.evaluation.estimate
@@ -221,7 +222,7 @@ def _larger_budget(
     for _ in range(_MOST_BUDGETS):
         needed_gib = ceil(lacking.min_bytes / GIB / _STEP_GIB) * _STEP_GIB
         if needed_gib > device_gib or asked.budget_gib is None:
-            yield f"GPUs of {'' if lacking.exact else 'more than '}{lacking.min_bytes / GIB:.2f} GiB"
+            yield f"GPUs of {'' if lacking.exact else 'more than '}{gib_text(lacking.min_bytes)}"
             return
         changed = replace(asked, budget_gib=round(needed_gib, 2))
         outcome = _outcome(changed, search, deadline)

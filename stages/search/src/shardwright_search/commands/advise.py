@@ -8,9 +8,10 @@ from time import process_time
 
 from msgspec.structs import replace
 
+from shardwright.display.units import gib_text
 from shardwright.display.wrapping import line_width, wrapped
 from shardwright.io import BadInput, NothingFits, check_new, check_writable, write_bytes, write_document
-from shardwright.types import GIB, Cluster, Estimate, Model, Plan
+from shardwright.types import Cluster, Estimate, Model, Plan
 from shardwright_search.advise.choices import RULES, plan_of_rule, reading_of
 from shardwright_search.advise.page import advice_page
 from shardwright_search.advise.question import Question, config_notes, question_of
@@ -252,7 +253,7 @@ def nothing_fits(options: AdviseOptions, question: Question, answer: Infeasible)
     more = "" if answer.exact else "more than "
     first = (
         f"{question.model.name} on {question.cluster.name}: no {kind} fits in {question.budget_words}, even the "
-        f"leanest exceeds it by {more}{answer.missing_bytes / GIB:.2f} GiB a rank: each of these is a way out, or part"
+        f"leanest exceeds it by {more}{gib_text(answer.missing_bytes)} a rank: each of these is a way out, or part"
     )
     ways = (f"  {way}" for way in ways_out(options, question, answer, side_search(options)))
     return wrapped((f"{first} of one:", *ways), line_width())

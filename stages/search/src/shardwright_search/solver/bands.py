@@ -104,7 +104,7 @@ class Bands:
 
     @property
     def lower_ps(self) -> float:
-        """Return a lower bound on T, without tied parameters."""
+        """Return a lower bound on the step time T, without tied parameters."""
         whole = self._after[0].get(self._problem.start_position)
         return np.inf if whole is None else float((whole[:, 0] + np.maximum(self.floors, self._slowest)).min())
 

@@ -1,4 +1,4 @@
-"""Lower bounds on T for a whole configuration, and for every pipeline stage that a plan below some T can have.
+"""Lower bounds on T, for a whole configuration and for every pipeline stage that a plan below some T can have.
 
 Let T = sum A + s max A + max U be the closed form, and a, z and g the least of A, of s A + U, and of
 (1 + s/p) A + U/p of a stage: T >= sum a + max z, and T >= sum g, for no maximum is less than the mean. Both are

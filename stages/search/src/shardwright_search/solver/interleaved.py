@@ -54,12 +54,12 @@ class Interleaved:
 
     @property
     def relaxed_bound_ps(self) -> float:
-        """Return a lower bound on T that is quick to compute."""
+        """Return a lower bound on the step time T that is quick to compute."""
         return self._bounds.relaxed_ps
 
     @property
     def lower_ps(self) -> float:
-        """Lower bound on T, which takes layouts into account."""
+        """Lower bound on the step time T, which takes layouts into account."""
         return self._bounds.lower_ps
 
     def guess(self, below_ps: float) -> PricedSolution | None:

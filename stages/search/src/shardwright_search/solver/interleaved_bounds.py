@@ -1,4 +1,6 @@
-"""Lower bounds on T for a configuration of the interleaved schedule: of whole plans, and of a chunk's first positions.
+"""Lower bounds on the step time T for a configuration of the interleaved schedule.
+
+They are of whole plans, and of a chunk's first positions.
 
 T is no less than a weighted sum of all stages' A' and U in which one stage counts as the slowest, with the coefficients
 of the closed form. At any price of a byte on the first or the last stage a plan costs
@@ -96,7 +98,7 @@ class InterleavedBounds:
 
     @cached_property
     def lower_ps(self) -> float:
-        """Return a lower bound on T, with layouts."""
+        """Return a lower bound on the step time T, with layouts."""
         least = (self._steps(0) + self._rest[1].transpose(0, 2, 1)).min((1, 2))
         return max(self.relaxed_ps, float(self._bound(least[:, None])[0]))
 
@@ -110,7 +112,7 @@ class InterleavedBounds:
         return tuple(int(np.floor(each)) - int(self._budget) for each in rounded_down(held))
 
     def after(self, count: int, chains: Numbers, input_layout: Ints, output_layout: Ints) -> Numbers:
-        """Return a lower bound on T after a number of positions; infinity: nothing fits.
+        """Return a lower bound on the step time T after a number of positions; infinity: nothing fits.
 
         chains: time, U, state, activations and gradients of these positions [ranges, 5, labels]. Layouts are those of
         the first and the last of these positions.
@@ -120,7 +122,7 @@ class InterleavedBounds:
         return self._bound(np.tensordot(self._sums.options[:, _SPANS:, :_WORKSPACE], chains) + rest)
 
     def _bound(self, priced: Numbers) -> Numbers:
-        """Return the lower bound on T that sums [rows, labels] give; infinity: no plan fits."""
+        """Return the lower bound on the step time T that sums [rows, labels] give; infinity: no plan fits."""
         least = rounded_down(priced - (self._prices * self._budget * (1 + _ROUNDING))[:, None])
         lacks = (least[: self._num_memories] > 0).any(0)
         return np.where(lacks, np.inf, least[self._num_memories :].max(0))

@@ -134,7 +134,7 @@ def next_level(
 
 
 class _Appended(NamedTuple):
-    """Labels of all layers before a cut, the cut, and a lower bound of T with the stages to come."""
+    """Labels of all layers before a cut, the cut, and a lower bound of the step time T with the stages to come."""
 
     labels: Prefix
     end: Ints
@@ -237,7 +237,7 @@ def _appended(
 
 
 def _least(bounds: ConfigurationBounds, stage: int, position: Position, labels: Prefix, end: Ints) -> Numbers:
-    """Return a lower bound on T of each label, including all remaining stages."""
+    """Return a lower bound on the step time T of each label, including all remaining stages."""
     form, rest = bounds.problem.closed_form, bounds.after[stage + 1][position]
     known = form.time(labels.total_ps, labels.slowest_ps, labels.exposed_ps)
     total = form.fill * labels.total_ps
@@ -267,12 +267,12 @@ class Pipeline:
 
     @property
     def relaxed_bound_ps(self) -> float:
-        """Return a lower bound on T that is quick to compute."""
+        """Return a lower bound on the step time T that is quick to compute."""
         return self._relaxed.bound_ps(self._problem)
 
     @property
     def lower_ps(self) -> float:
-        """Return a lower bound on T."""
+        """Return a lower bound on the step time T."""
         return ConfigurationBounds(self._problem, self._costs_of, rough=True).lower_ps
 
     def guess(self, below_ps: float) -> PricedSolution | None:

@@ -1,4 +1,4 @@
-"""Quick lower bounds on T for a whole configuration, before its stages are looked at.
+"""Quick lower bounds on the step time for a whole configuration, before its stages are looked at.
 
 One is relaxed: all layers over all ranks. One counts how many pipeline stages are on each node type, wherever they are
 in the pipeline.
@@ -52,7 +52,7 @@ class Relaxed:
         self._dual = lru_cache(_MAX_RECENT)(_dual)
 
     def bound_ps(self, problem: Problem) -> float:
-        """Return a lower bound on T, including the least time of sends and tied parameters."""
+        """Return a lower bound on the step time T, including the least time of sends and tied parameters."""
         p, groups = problem.pp_size, problem.device_groups
         weights = tuple(weightings(problem, group)[2] for group in range(len(groups)))
         budgets = [group.budget_bytes * width for group, width in zip(groups, problem.relative_widths, strict=True)]

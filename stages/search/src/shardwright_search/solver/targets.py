@@ -11,11 +11,11 @@ class Solvable(Protocol):
 
     @property
     def relaxed_bound_ps(self) -> float:
-        """Return a lower bound on T that is quick to compute."""
+        """Return a lower bound on the step time T that is quick to compute."""
 
     @property
     def lower_ps(self) -> float:
-        """Return a lower bound on T."""
+        """Return a lower bound on the step time T."""
 
     def guess(self, below_ps: float) -> PricedSolution | None:
         """Return a good plan with T < below_ps, found with little work; None: none was found."""

@@ -1,4 +1,4 @@
-"""A lower bound on T of a configuration on a sub-cluster, before its placements are listed."""
+"""A lower bound on the step time T of a configuration on a sub-cluster, before its placements are listed."""
 
 from collections import Counter
 from functools import cached_property

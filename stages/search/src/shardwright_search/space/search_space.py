@@ -81,7 +81,7 @@ class _Deferred:
 
     @property
     def lower_ps(self) -> float:
-        """Return a lower bound on T."""
+        """Return a lower bound on the step time T."""
         return max(self._whole.relaxed_bound_ps, self._whole.lower_ps)
 
     def guess(self, below_ps: float) -> PricedSolution | None:

@@ -1,4 +1,4 @@
-"""Lower bounds on T if all layers have one strategy, for every such strategy of a configuration at once.
+"""Lower bounds on the step time T if all layers have one strategy, for every such strategy of a configuration at once.
 
 What the layers take is then known, but for the embedding and the head. It is also known how many layers a pipeline
 stage can hold, and so how many some stage must hold at least; of interleaved chunks, which layers each stage holds.

@@ -31,7 +31,7 @@ _NAMES_OF_PROCESSES = ("process_name", "process_labels", "process_sort_index")
 
 
 class Event(NamedTuple):
-    """An event of a step; see `StepHook`."""
+    """A moment of a training step, such as the beginning of a layer's forward pass, by its name (see `StepHook`)."""
 
     name: str
     at: MicrobatchChunk | None

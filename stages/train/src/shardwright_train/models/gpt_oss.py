@@ -72,7 +72,7 @@ ALL_ATTENTION_FUNCTIONS.register(SINK_ATTENTION, _attention)
 
 
 def clamped_swiglu(gate_up: Tensor, weights: Tensor, limit: float, alpha: float) -> Tensor:
-    """Weighted activations [rows, features] of rows whose columns of gate and values alternate.
+    """Return gated activations [rows, features] times `weights`; columns of the gate and of what it gates alternate.
 
     `gate_up` [rows, 2 features] is cut off at `limit`, `alpha` is in the sigmoid; weights [rows].
     """
