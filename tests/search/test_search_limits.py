@@ -209,7 +209,7 @@ PHASES = (
 
 
 @pytest.mark.parametrize("module, name", PHASES)
-@pytest.mark.parametrize("limit_s", [None, 0.3])
+@pytest.mark.parametrize("limit_s", [None, CpuSeconds(0.3)])
 def test_whatever_has_no_end_behind_the_search_its_plan_is_the_answer(make, monkeypatch, module, name, limit_s):
     """Without a limit Ctrl-C ends it."""
     model, cluster = make.model(3), make.cluster()
@@ -229,7 +229,7 @@ def test_whatever_has_no_end_behind_the_search_its_plan_is_the_answer(make, monk
     assert answer.optimum_s == whole.optimum_s and answer.bound_s == whole.bound_s
 
 
-@pytest.mark.parametrize("limit_s", [None, 0.3])
+@pytest.mark.parametrize("limit_s", [None, CpuSeconds(0.3)])
 def test_runners_up_without_an_end_are_none(make, monkeypatch, limit_s):
     left_s = list[float]()
 
