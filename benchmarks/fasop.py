@@ -99,7 +99,9 @@ def read_row(file: Path) -> Row:
     if not file.is_file():
         raise BadInput(file, "does not exist", "give the folder of FASOP's tables with --reference")
     with file.open(encoding="utf-8") as lines:
-        cells = next(cells for cells in csv.DictReader(lines) if cells["is_oom"] == "False")
+        cells = next((cells for cells in csv.DictReader(lines) if cells.get("is_oom") == "False"), None)
+    if cells is None:
+        raise BadInput(file, "has no plan that fits", "give a table as FASOP writes it")
     nodes = ("A100" if name.startswith("p4d") else "A10" for name in ast.literal_eval(cells["node placement"]))
     sizes = (int(cells[name]) for name in ("mbs", "tp", "dp"))
     layers = tuple(ast.literal_eval(cells["partition"]))

@@ -21,7 +21,7 @@ from shardwright.types import GIB, Cluster
 from shardwright_search.space.request import Grid, SearchRequest, Space
 
 _REFERENCE = "results/reference"
-_PART = 64
+CELLS_OF_A_PART = 64
 """Cells of a part, which is searched in a job of its own."""
 
 
@@ -99,11 +99,13 @@ class GridFile:
 
     def part_json(self, model: str, cluster: str, part: int) -> str:
         """The grid document of one part of the searches of a model on a cluster."""
-        return self._document(Grid, {"searches": self._cells(model, cluster)[part * _PART : (part + 1) * _PART]})
+        return self._document(
+            Grid, {"searches": self._cells(model, cluster)[part * CELLS_OF_A_PART : (part + 1) * CELLS_OF_A_PART]}
+        )
 
     def answered_parts(self, model: str, cluster: str) -> list[str]:
         """Return the files of answers of a pair's parts; empty if one job searches the whole pair."""
-        parts = ceil(len(self._cells(model, cluster)) / _PART)
+        parts = ceil(len(self._cells(model, cluster)) / CELLS_OF_A_PART)
         return [f"{self.folder}/answers/{model}@{cluster}/{part}.json" for part in range(parts) if parts > 1]
 
     def part_words(self, model: str, cluster: str) -> list[str]:

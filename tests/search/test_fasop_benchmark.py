@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwright.io import BadInput
 from shardwright.models.description import model_of_config
 from shardwright.models.registry import read_presets
 from shardwright.types import LayerStrategy, Schedule
@@ -58,6 +59,13 @@ def test_of_a_table_the_fastest_plan_that_fits_is_read(tmp_path):
     ]
     (tmp_path / "t.csv").write_text("\n".join(lines))
     assert fasop.read_row(tmp_path / "t.csv") == fasop.Row(4, 2, 4, ("A100", "A10"), (26,), 0.75)
+
+
+@pytest.mark.parametrize("text", ["", "mbs,is_oom\n4,True\n", "other\n1\n"])
+def test_a_table_without_a_plan_that_fits_is_refused(tmp_path, text):
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(BadInput, match=r"t\.csv: has no plan that fits"):
+        fasop.read_row(tmp_path / "t.csv")
 
 
 def test_without_the_tables_it_ends_with_one_line(tmp_path):

@@ -10,8 +10,9 @@ import pytest
 import yaml
 from loopback import ROOT, Workspace, slurm
 
+from grids import CELLS_OF_A_PART
+
 SPACES = ["dp", "zero", "tp", "pp", "dp+tp", "dp+pp", "3d", "full"]
-CELLS_OF_A_PART = 64
 LIMIT_MIN = 60
 """What this Slurm gives a job at most."""
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from forked_ranks import run_worker
 from random_plans import random_plan
 from rest_long import rest_long
@@ -22,6 +23,7 @@ from shardwright.types import (
     Strategy,
 )
 from shardwright_train.models.support import check_supported
+from shardwright_train.parallel.checkpointing import KeptResults
 
 pytestmark = pytest.mark.timeout(900)
 TRIES = 3
@@ -60,6 +62,22 @@ def test_a_pipeline_of_slowed_stages_takes_as_long_as_simulated_and_less_than_1f
         if near and times["zero_bubble"][0] < times["1f1b"][0]:
             return
     pytest.fail(f"not within 5 % in {TRIES} tries")
+
+
+@pytest.mark.parametrize(("splits", "replayed"), [(False, 0), (True, 1)])
+def test_only_a_split_pass_replays_a_product_whose_result_is_not_kept_and_only_the_last(
+    splits: bool, replayed: int
+) -> None:
+    kept, x, w = KeptResults(keeps_last=False, splits=splits), torch.ones(2, 3), torch.ones(3, 5)
+    with kept.forward():
+        first = x @ w
+        _ = x @ (2 * w)
+    with kept:
+        assert torch.equal(x @ w, first)
+        for _ in range(replayed):
+            assert (x @ w).shape == (2, 5)
+        with pytest.raises(RuntimeError, match="a replay has more products than the pass that it repeats"):
+            _ = x @ w
 
 
 def test_the_plans_split_every_family_and_every_strategy() -> None:

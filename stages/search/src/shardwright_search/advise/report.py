@@ -197,7 +197,8 @@ def verdict(plan: Plan, estimate: Estimate, profiles: Profiles) -> str:
     low, high = (size / GIB for size in memory_range(held_bytes))
     device = device_bytes / GIB
     words = f"{low:.0f} to {high:.0f} of {device:.0f} GiB a GPU, {held_bytes / GIB:.1f} expected"
-    words += ", with gathered inputs that the allocator gives back if it has to" * needs_less
+    if needs_less:
+        words += ", with gathered inputs that the allocator gives back if it has to"
     if high <= device:
         return f"fits: {words}"
     usual = held_bytes <= (1 - SPARE_SHARE) * device_bytes

@@ -46,9 +46,10 @@ _Policy = Callable[..., CheckpointPolicy]
 class KeptResults(TorchDispatchMode):
     """Saved results of one pass through a layer, in order, for its recomputation."""
 
-    def __init__(self, keeps_last: bool) -> None:
+    def __init__(self, keeps_last: bool, splits: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._keeps_last = keeps_last
+        self._may_lack_last = splits and not keeps_last
         self._results: list[Any] = []
         self._replays = self._is_summed = self._repeats = self._is_whole = False
 
@@ -96,9 +97,13 @@ class KeptResults(TorchDispatchMode):
         return x
 
     def _unread(self, args: Sequence[Tensor]) -> Tensor:
-        """Stand in for the last product, whose result is not kept: split passes replay it, for its input alone."""
-        assert not self._keeps_last, "a replay has more products than the pass that it repeats"
-        self._keeps_last = True
+        """Stand in once for the last product, whose result is not kept: split passes replay it, for its input alone.
+
+        A joint pass never replays it: one that would has lost a result that something reads.
+        """
+        if not self._may_lack_last:
+            raise RuntimeError("a replay has more products than the pass that it repeats")
+        self._may_lack_last = False
         return args[-2].new_empty(args[-2].shape[0], args[-1].shape[-1])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -135,10 +140,12 @@ class Recomputation:
     """What a layer recomputes in its backward pass.
 
     `keeps_last`: whether something is kept after the layer's last sum over ranks, so that a selective replay needs it.
+    `splits`: whether its backward passes leave products to weight passes.
     """
 
-    def __init__(self, keeps_last: bool) -> None:
+    def __init__(self, keeps_last: bool, splits: bool = False) -> None:
         self._keeps_last = keeps_last
+        self._splits = splits
         self._kept: KeptResults | None = None
         self._numbers: _KeptNumbers | None = None
 
@@ -155,7 +162,7 @@ class Recomputation:
         """A function's result, keeping its inputs, products, attention and sums over ranks for backward."""
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            kept, numbers = KeptResults(self._keeps_last), _KeptNumbers()
+            kept, numbers = KeptResults(self._keeps_last, self._splits), _KeptNumbers()
             return self._with(numbers, kept, kept.forward()), self._with(numbers, kept, kept)
 
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)

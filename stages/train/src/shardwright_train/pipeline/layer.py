@@ -249,7 +249,8 @@ def build_layer(
     compiled = plan.compile and is_block
     # A compiled graph draws from a single generator; `check_kernels` refuses plans that would need several.
     inside = Randomness(name, replica, part, context.device) if compiled else randomness
-    recomputation = Recomputation(keeps_last=family.keeps_last_sum(kind, config, plan.precision.compute))
+    keeps_last = family.keeps_last_sum(kind, config, plan.precision.compute)
+    recomputation = Recomputation(keeps_last, plan.schedule.splits)
     sharings = {
         root: _sharing(context, each, inside, recomputation)
         for root, each in {"": strategy, **family.units(kind, strategy)}.items()
