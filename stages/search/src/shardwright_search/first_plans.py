@@ -72,7 +72,7 @@ def first_plans(space: SearchSpace) -> Iterator[Best[Configuration]]:
 
 
 def _starts(nearest: Sequence[Configuration]) -> tuple[Configuration, ...]:
-    """Return the configurations to look at before all others, until there is a plan, by their numbers of stages.
+    """Return the configurations to try before all others, until one has a plan.
 
     Many stages take long to cut, and few have many strategies to price: a middle number is first. Where that has no
     plan, the most stages have the fewest strategies.
@@ -84,9 +84,9 @@ def _starts(nearest: Sequence[Configuration]) -> tuple[Configuration, ...]:
 def descended(
     order: Iterable[T], moves: Callable[[T], Iterable[T]], bound: Callable[[T], float]
 ) -> Iterator[tuple[T, bool]]:
-    """Bound each of these once, and yield each that is below all before it, and whether no move leads further down.
+    """Yield each that is lower than all before it, and whether no move from it leads lower; each is bounded once.
 
-    A descent begins at each that is below all before it, and follows the first move that leads further down.
+    A descent begins at each of `order` that is lower than all before it, and follows the first move that leads further down.
     """
     known: dict[T, float] = {}
     lowest = inf
@@ -107,7 +107,7 @@ def descended(
 def _further(
     here: T, moves: Callable[[T], Iterable[T]], bound: Callable[[T], float], known: dict[T, float]
 ) -> T | None:
-    """Return the first move that was not bounded yet and leads down; None: there is none."""
+    """Return the first place that a move leads to, lower than here and not bounded before; None if there is none."""
     for other in moves(here):
         if other not in known:
             known[other] = bound(other)
