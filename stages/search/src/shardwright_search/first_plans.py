@@ -86,7 +86,8 @@ def descended(
 ) -> Iterator[tuple[T, bool]]:
     """Yield each that is lower than all before it, and whether no move from it leads lower; each is bounded once.
 
-    A descent begins at each of `order` that is lower than all before it, and follows the first move that leads further down.
+    A descent begins at each of `order` that is lower than all before it, and follows the first move that leads further
+    down.
     """
     known: dict[T, float] = {}
     lowest = inf
