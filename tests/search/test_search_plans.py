@@ -288,6 +288,13 @@ def test_layers_of_one_strategy_are_told_together(make):
         layers = tuple(replace(layer, type=kind) for layer, kind in zip(plan.layers, kinds, strict=True))
         two = replace(plan, model=replace(plan.model, layers=kinds, types=types), layers=layers)
         assert len(layer_runs(two, 0, 3)) == runs
+    # Each strategy is told once, however often it returns.
+    plain = replace(plan.layers[0], recompute=Recompute.NONE)
+    mixed = replace(plan, layers=(plan.layers[0], plain, plan.layers[2]))
+    assert layer_runs(mixed, 0, 3) == (
+        "layers 0, 2: tp1 x dp2 zero3 recompute full",
+        "layer 1: tp1 x dp2 zero3",
+    )
 
 
 def test_profiles_of_another_model_device_or_precision_are_refused(make):

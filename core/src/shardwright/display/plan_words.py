@@ -1,6 +1,6 @@
 """Plans and strategies in words, for printed output and reports."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from shardwright.optimizers.registry import ADAMW
@@ -15,18 +15,27 @@ def strategy_words(strategy: Strategy) -> str:
 
 def range_words(low: int, high: int) -> str:
     """Return the name of layers `low` to `high`, exclusive."""
-    return f"layer {low}" if high - low == 1 else f"layers {low}-{high - 1}"
+    return _layers_words(range(low, high))
 
 
 def layer_runs(plan: Plan, low: int, high: int) -> tuple[str, ...]:
-    """Return the strategies of layers `low` to `high`, exclusive; equal neighbours are merged.
+    """Return the strategies of layers `low` to `high`, exclusive, each with the layers that have it.
 
     If types of block alternate, they are not shown apart.
     """
     types = [kind for kind, _ in groupby(plan.model.layers)]
     shown = plan.layers if len(types) == len(set(types)) else [strategy_words(layer) for layer in plan.layers]
-    runs = (list(run) for _, run in groupby(range(low, high), key=lambda i: shown[i]))
-    return tuple(f"{range_words(run[0], run[-1] + 1)}: {strategy_words(plan.layers[run[0]])}" for run in runs)
+    alike: dict[object, list[int]] = {}
+    for i in range(low, high):
+        alike.setdefault(shown[i], []).append(i)
+    return tuple(f"{_layers_words(layers)}: {strategy_words(plan.layers[layers[0]])}" for layers in alike.values())
+
+
+def _layers_words(layers: Sequence[int]) -> str:
+    """Return the name of growing numbers of layers, such as `layers 0-2, 5`."""
+    runs = [[i for _, i in run] for _, run in groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0])]
+    named = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    return f"layer {named}" if len(layers) == 1 else f"layers {named}"
 
 
 def shape_words(plan: Plan) -> str:

@@ -1,6 +1,7 @@
 """The printed answer of `advise`: the plan, its speed, memory by category, other plans, and the user's choices."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from msgspec import UNSET
@@ -326,7 +327,10 @@ def _layer_counts(plan: Plan) -> str:
     types = [" and ".join(dict.fromkeys(ranks[rank] for rank in stage.ranks)) for stage in plan.stages]
     if len(set(ranks)) > 1:
         return " + ".join(f"{count} on {name}" for count, name in zip(counts, types, strict=True))
-    return str(counts[0]) if len(set(counts)) == 1 else " + ".join(map(str, counts))
+    if len(set(counts)) == 1:
+        return str(counts[0])
+    runs = [(len(list(run)), count) for count, run in groupby(counts)]
+    return " + ".join(f"{number} x {count}" if number > 1 else str(count) for number, count in runs)
 
 
 def memory_rows(question: Question, plan: Plan, estimate: Estimate) -> list[tuple[str, str, str, str]]:
