@@ -1,7 +1,7 @@
 """The process groups that a plan needs, in the order in which all ranks create them, and their buffer memory."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -81,13 +81,37 @@ def process_groups(plan: Plan) -> tuple[PlannedGroup, ...]:
 
 
 def communicators(plan: Plan) -> tuple[Mapping[Purpose, int], ...]:
-    """Return, for each rank, its number of NCCL communicators by purpose; groups of one rank need none."""
-    size = plan.world_size
-    counts = [Counter(dict.fromkeys([Purpose.WORLD] * (size > 1), 1)) for _ in range(size)]
-    for group in process_groups(plan):
-        for rank in group.ranks if len(group.ranks) > 1 else ():
-            counts[rank][group.purpose] += 1
+    """Return, for each rank, its number of NCCL communicators by purpose; groups of one rank need none.
+
+    It is the number of `process_groups` that a rank is in. Those along an axis are counted without being made: each
+    rank of a stage is in one of them, and no two axes have a group in common.
+    """
+    counts = [Counter[Purpose]() for _ in range(plan.world_size)]
+    if plan.world_size > 1:
+        _count(counts, [(Purpose.WORLD, range(plan.world_size))])
+    for number, stage in enumerate(plan.stages):
+        layers = [layer for chunk in range(len(stage.layers)) for layer in _layers(plan, number, chunk)]
+        axes = {axis for strategy in {strategy for strategy, _ in layers} for axis in strategy_axes(strategy)}
+        exchanges = {ranks for _, groups in layers for ranks in groups}
+        if OPTIMIZERS[plan.optimizer].whole_matrices and len(stage.ranks) > 1:
+            axes.add((Purpose.EXCHANGE, Axis(len(stage.ranks))))
+        if exchanges:  # which may be along an axis, too
+            along = {axis for purpose, axis in axes if purpose is Purpose.EXCHANGE}
+            exchanges.update(*(axis.groups(stage.ranks) for axis in along))
+            axes = {(purpose, axis) for purpose, axis in axes if purpose is not Purpose.EXCHANGE}
+        _count(counts, [(purpose, stage.ranks) for purpose, _ in axes])
+        _count(counts, [(Purpose.EXCHANGE, ranks) for ranks in exchanges])
+    if len(tied := ranks_of_replicas(tied_parameters(plan))) > 1:
+        _count(counts, [(Purpose.TIED_PARAMETERS, tied)])
+    _count(counts, ((edge.purpose, edge.ranks) for edge in dict.fromkeys(_edges(plan))))
     return tuple(counts)
+
+
+def _count(counts: Sequence[Counter[Purpose]], groups: Iterable[tuple[Purpose, Sequence[int]]]) -> None:
+    """Count groups of several ranks for each rank that is in them."""
+    for purpose, ranks in groups:
+        for rank in ranks:
+            counts[rank][purpose] += 1
 
 
 def communicator_bytes(counted: Mapping[Purpose, int], of_each: int = COMMUNICATOR_BYTES) -> int:
@@ -128,18 +152,23 @@ def planned_group(purpose: Purpose, ranks: tuple[int, ...]) -> PlannedGroup:
 
 
 def _of_chunk(plan: Plan, stage: int, chunk: int) -> Iterator[PlannedGroup]:
-    ranks, current = plan.stages[stage].ranks, incoming_layout(plan, stage, chunk)
     known = set[Strategy]()
-    for name, _, strategy in chunk_layers(plan, stage, chunk):
+    for strategy, exchanges in _layers(plan, stage, chunk):
         if strategy not in known:
             known.add(strategy)
-            yield from strategy_groups(strategy, ranks)
-        wanted = layout_of(strategy)
+            yield from strategy_groups(strategy, plan.stages[stage].ranks)
+        yield from (PlannedGroup(Purpose.EXCHANGE, ranks) for ranks in exchanges)
+
+
+def _layers(plan: Plan, stage: int, chunk: int) -> Iterator[tuple[Strategy, tuple[tuple[int, ...], ...]]]:
+    """Yield the strategy of each layer of a chunk, and the ranks that exchange activations for its layout."""
+    ranks, current = plan.stages[stage].ranks, incoming_layout(plan, stage, chunk)
+    for name, _, strategy in chunk_layers(plan, stage, chunk):
+        wanted, groups = layout_of(strategy), list[tuple[int, ...]]()
         if current is not None and current != wanted:
             for tensor in plan.model.received_by(name):
-                for members in closed_groups(current, wanted, plan.microbatch_samples, tensor.sequence_length):
-                    if len(members) > 1:
-                        yield PlannedGroup(Purpose.EXCHANGE, tuple(ranks[member] for member in members))
+                groups += closed_groups(current, wanted, plan.microbatch_samples, tensor.sequence_length)
+        yield strategy, tuple(tuple(ranks[member] for member in members) for members in groups if len(members) > 1)
         current = wanted
 
 

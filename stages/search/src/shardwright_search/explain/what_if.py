@@ -14,7 +14,7 @@ from shardwright.types import Cluster, Model, Plan, Recompute
 from shardwright_search.candidates import Candidate
 from shardwright_search.cost_model.profiles import Profiles, Scaling, scaled
 from shardwright_search.search import SearchAnswer, StoppedEarly, find_best
-from shardwright_search.solver.stopping import Stopped, latest, left, soon
+from shardwright_search.solver.stopping import CpuSeconds, Stopped, latest, left, soon, until
 from shardwright_search.space.budget import Infeasible, any_fits, states_beyond_budget
 from shardwright_search.space.configurations import configurations, divisors, narrowed
 from shardwright_search.space.demands import NO_DEMANDS
@@ -29,6 +29,10 @@ _MUCH_FASTER = 1.1
 """How many times the samples a second of the plan another batch size must give to be named."""
 _NEAR_BATCH = 0.25
 """The largest share by which it differs from the one that was asked for."""
+_BATCH_LIMIT_S = 2.0
+"""CPU seconds in which a plan for another batch size is searched: it need be much faster, not the fastest."""
+_EARLY_S = 0.02
+"""How much too early a timer may be."""
 
 
 class WhatIf(NamedTuple):
@@ -170,10 +174,10 @@ class Remedies(NamedTuple):
 
 
 def better_batches(question: WhatIf, searched: SearchAnswer, deadline: float) -> Iterator[Candidate]:
-    """Yield the best plans of similar batch sizes that all devices divide, if much faster for each sample.
+    """Yield plans of similar batch sizes that all devices divide, if much faster for each sample.
 
     `searched` is the answer to the question, whose batch size they do not divide. A bound rules most sizes out, without
-    a search. None is looked at after `deadline` or Ctrl-C.
+    a search; the others are searched for `_BATCH_LIMIT_S`. None is looked at after `deadline` or Ctrl-C.
     """
     sizes, devices = batch_sizes(question.request), question.cluster.num_devices
     if len(sizes) > 1 or sizes[0] % devices == 0 or searched.stopped:
@@ -184,29 +188,32 @@ def better_batches(question: WhatIf, searched: SearchAnswer, deadline: float) ->
         changed = question._replace(request=replace(question.request, global_batch_size=size))
         if size == 0 or abs(size - asked) > _NEAR_BATCH * asked:
             continue
-        bounds = (_least_sample_s(each, priced) for each in (changed,))
-        least_s, _ = latest(bounds, deadline)
-        if least_s is None:
+        wanted_s = searched.chosen.sample_s / _MUCH_FASTER
+        maybe, _ = latest((_may_take_less(each, priced, wanted_s) for each in (changed,)), deadline)
+        if maybe is None:
             return
-        if least_s * _MUCH_FASTER < searched.chosen.sample_s:
-            _, result = other = answer(changed, left(deadline), priced)
-            if isinstance(result, SearchAnswer) and result.chosen.sample_s * _MUCH_FASTER < searched.chosen.sample_s:
+        if maybe:
+            left_s = left(deadline)
+            ends = until(CpuSeconds(_BATCH_LIMIT_S) if left_s is None else min(left_s, CpuSeconds(_BATCH_LIMIT_S)))
+            _, result = other = answer(changed, left(ends), priced)
+            if isinstance(result, SearchAnswer) and result.chosen.sample_s < wanted_s:
                 yield result.chosen
-            if other.stopped:
+            # If much of the time is left, it was Ctrl-C that ended the search.
+            if other.stopped and (left(ends) or 0.0) > _EARLY_S:
                 return
 
 
-def _least_sample_s(question: WhatIf, priced: Instance | None) -> float:
-    """Return a time that no plan of a request takes for a sample; infinity where it is refused."""
+def _may_take_less(question: WhatIf, priced: Instance | None, sample_s: float) -> bool:
+    """Return whether the bounds allow a plan that takes less time a sample; False where the request is refused."""
     _, request, model, cluster, profiles, file = question
     if len(each := of_each_optimizer(request)) > 1:
-        return min(_least_sample_s(question._replace(request=one), priced) for one in each)
+        return any(_may_take_less(question._replace(request=one), priced, sample_s) for one in each)
+    limit_ps = sample_s * 1e12 * min(batch_sizes(request))
     try:
         space = space_of(request, model, cluster, profiles, file, priced)
-        least_ps = min(space.solvable(each.configuration).relaxed_bound_ps for each in space.targets)
+        return any(space.solvable(each.configuration).relaxed_bound_ps < limit_ps for each in space.targets)
     except BadInput:
-        return inf
-    return least_ps * 1e-12 / min(batch_sizes(request))
+        return False
 
 
 def remedies(
