@@ -13,6 +13,7 @@ from shardwright.estimate.accuracy import SEEN
 from shardwright.io import BadInput, read_document
 from shardwright.models.registry import FAMILIES, read_presets
 from shardwright.types import DataParallel, Plan, Schedule, SequenceParallel
+from shardwright_search.advise import report
 from shardwright_search.advise.choices import RULES, plan_of_rule, reading_of
 from shardwright_search.advise.question import question_of
 from shardwright_search.advise.report import usd_per_billion_tokens
@@ -128,6 +129,17 @@ def test_a_batch_size_that_the_gpus_divide_is_named_beside_one_that_they_do_not(
     assert gives.keys() == {"26", "39"} and f"MFU {gives['26']}%" in divided and "GPUs divide it" not in divided
     asked = float(re.search(r"predicted .*MFU ([\d.]+)%", told)[1])
     assert float(gives["26"]) > 1.3 * asked
+
+
+def test_a_plan_of_many_strategies_is_not_called_simple(capsys, monkeypatch):
+    asked = "llama-3-8b", "--gpus", "8x8:H100-SXM", "--batch", 512
+    told = " ".join(_advise(capsys, *asked)[1].split())
+    assert "simplest plan within 2% of the bound: pp1" in told and "fastest plan, 1." in told
+    monkeypatch.setattr(report, "FEW", 0)
+    monkeypatch.setattr(report, "_NO_GAIN", 1.0)
+    told = " ".join(_advise(capsys, *asked)[1].split())
+    assert "best plan, none of at most 0 strategies was found within 2% of the bound: pp1" in told
+    assert "no plan is more than" in told and "fastest plan" not in told
 
 
 def test_utilization_and_price_are_those_by_hand():

@@ -44,7 +44,7 @@ _MAX_STRATEGIES = 10
 """The most strategies of which pairs are tried."""
 _AT_ONCE = 4
 """Plans of a pair that are tried whether they fit with all their communicators."""
-_FEW = 2
+FEW = 2
 """The strategies of blocks that a simple plan has at most."""
 _LIMIT_S = 4.0
 """CPU seconds of the search for each number of strategies."""
@@ -104,8 +104,8 @@ def simplest(answer: SearchAnswer, budgets: Mapping[str, int], tolerance: float)
         limit = answer.best.score * (answer.bound_s / answer.optimum_s) * (1 + tolerance)
         if uniform is not None and uniform.score <= limit:
             plan = uniform.candidate
-        elif num_strategies(chosen.plan) > _FEW:
-            pair, _ = latest(_Trials(answer, fits).best(_FEW, limit), until(CpuSeconds(_LIMIT_S)))
+        elif num_strategies(chosen.plan) > FEW:
+            pair, _ = latest(_Trials(answer, fits).best(FEW, limit), until(CpuSeconds(_LIMIT_S)))
             plan = chosen if pair is None else fits.together(pair.candidate)
     return Simple(fits.timed(plan), answer.chosen, beside, tolerance)
 

@@ -27,11 +27,13 @@ from shardwright_search.explain.printing import Lines, ShellCommand, table
 from shardwright_search.explain.tables import node_types_table, plan_differences, sample_s, time_changes
 from shardwright_search.proof_words import proof_words
 from shardwright_search.search import SearchAnswer
-from shardwright_search.simplest import Simple
+from shardwright_search.simplest import FEW, Simple, num_strategies
 from shardwright_search.space.budget import device_bytes_of, headroom
 from shardwright_search.space.runnable import left_out
 from shardwright_search.systems.entry import Entry
 
+_NO_GAIN = 5e-4
+"""The share of time below which a faster plan is not shown, as 0.0 %."""
 _LESS_BY = {
     "parameters": "zero3, a larger tp_size, or more pipeline stages",
     "gathered_parameters": "more data-parallel ranks in a shard, or zero2",
@@ -146,8 +148,14 @@ def _answer(advice: Advice) -> Iterator[str]:
         f"{question.cluster.name}, batch {plan.global_batch_size}: {fits}{budgets}"
     )
     is_fastest = advice.simple is None or advice.simple.fastest.plan == plan
-    within_words = f"simplest plan within {answer.tolerance:.0%} of the bound"
-    yield f"{'best plan' if is_fastest else within_words}: {plan_words(plan)}"
+    within_words = f"within {answer.tolerance:.0%} of the bound"
+    if is_fastest:
+        name = "best plan"
+    elif num_strategies(plan) <= FEW:
+        name = f"simplest plan {within_words}"
+    else:
+        name = f"best plan, none of at most {FEW} strategies was found {within_words}"
+    yield f"{name}: {plan_words(plan)}"
     yield f"  layers of each pipeline stage: {_layer_counts(plan)}"
     yield f"  embedding {strategy_words(plan.embedding)}; head {strategy_words(plan.head)}"
     price = usd_per_billion_tokens(plan, estimate)
@@ -271,8 +279,12 @@ def _proofs(advice: Advice) -> Iterator[str]:
         yield f"  {proven}"
     else:
         gap = answer.chosen.evaluation.estimate.objective_s / answer.bound_s - 1
-        yield f"  no plan is more than {gap * 100:.1f} % faster, proven under these estimates (--tolerance)"
-        yield f"  fastest plan, {simple.gain * 100:.1f} % less time: {_timed_words(simple.fastest)}; {proven}"
+        faster = f"  no plan is more than {gap * 100:.1f} % faster, proven under these estimates (--tolerance)"
+        if simple.gain < _NO_GAIN:  # the same strategies in another order
+            yield f"{faster}{_stopped(answer)}"
+        else:
+            yield faster
+            yield f"  fastest plan, {simple.gain * 100:.1f} % less time: {_timed_words(simple.fastest)}; {proven}"
     if simple is not None and simple.uniform is not None and simple.uniform.plan != answer.chosen.plan:
         more = simple.uniform.sample_s / answer.chosen.sample_s - 1
         yield f"  best plan of one strategy, {more * 100:.1f} % more time: {_timed_words(simple.uniform)}"
@@ -286,8 +298,11 @@ def _timed_words(candidate: Candidate) -> str:
 
 def _proven(answer: SearchAnswer, within: Within | None) -> str:
     limits = "" if within is None else f" within what {within.target.title} runs,"
-    words = proof_words(answer.optimum_s, answer.bound_s, limits)
-    return f"{words}; the search was stopped by the time limit (--time-limit)" if answer.stopped else words
+    return f"{proof_words(answer.optimum_s, answer.bound_s, limits)}{_stopped(answer)}"
+
+
+def _stopped(answer: SearchAnswer) -> str:
+    return "; the search was stopped by the time limit (--time-limit)" if answer.stopped else ""
 
 
 def _not_searched(question: Question, answer: SearchAnswer) -> Iterator[str]:
