@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 from shardwright.optimizers.registry import OPTIMIZERS
@@ -91,7 +92,7 @@ def communicators(plan: Plan) -> tuple[Mapping[Purpose, int], ...]:
         _count(counts, [(Purpose.WORLD, range(plan.world_size))])
     for number, stage in enumerate(plan.stages):
         layers = [layer for chunk in range(len(stage.layers)) for layer in _layers(plan, number, chunk)]
-        axes = {axis for strategy in {strategy for strategy, _ in layers} for axis in strategy_axes(strategy)}
+        axes = {axis for strategy, _ in layers for axis in strategy_axes(strategy)}
         exchanges = {ranks for _, groups in layers for ranks in groups}
         if OPTIMIZERS[plan.optimizer].whole_matrices and len(stage.ranks) > 1:
             axes.add((Purpose.EXCHANGE, Axis(len(stage.ranks))))
@@ -135,15 +136,16 @@ def strategy_groups(strategy: Strategy, ranks: tuple[int, ...]) -> Iterator[Plan
         yield from strategy_groups(grid, ranks)
 
 
-def strategy_axes(strategy: Strategy) -> Iterator[tuple[Purpose, Axis]]:
-    """Yield the axes of `strategy_groups` that more than one rank is on: each rank of a stage has a group on each."""
+@lru_cache(maxsize=1 << 14)
+def strategy_axes(strategy: Strategy) -> frozenset[tuple[Purpose, Axis]]:
+    """Return the axes of `strategy_groups` that more than one rank is on: each rank of a stage has a group on each."""
     axes = axes_of(strategy)
     kinds = [(Purpose.TENSOR_PARALLEL, axes.dense.tensor), (Purpose.EXCHANGE, axes.dense.experts)]
     kinds += [(Purpose.DATA_PARALLEL, axis) for axis in axes.dense.state_axes]
     kinds += [(Purpose.EXCHANGE, axes.heads), (Purpose.CONTEXT, axes.context)]
-    yield from ((purpose, axis) for purpose, axis in kinds if axis.size > 1)
-    if isinstance(strategy, LayerStrategy) and (grid := strategy.expert_grid) is not None:
-        yield from strategy_axes(grid)
+    own = frozenset((purpose, axis) for purpose, axis in kinds if axis.size > 1)
+    grid = strategy.expert_grid if isinstance(strategy, LayerStrategy) else None
+    return own if grid is None else own | strategy_axes(grid)
 
 
 def planned_group(purpose: Purpose, ranks: tuple[int, ...]) -> PlannedGroup:

@@ -64,7 +64,7 @@ def _limited(instance: Instance, configuration: Configuration) -> Iterator[Solva
         return
     choice = instance.choices.choice(configuration)
     shardings, width = instance.choices.layers.shardings(choice), choice.widths[0]
-    own = [[frozenset(strategy_axes(s)) for s in shardings.of_type(n, width)] for n in instance.prices.types]
+    own = [[strategy_axes(s) for s in shardings.of_type(n, width)] for n in instance.prices.types]
     blocks = {instance.prices.types.index(name) for name in instance.costs.model.layers}
     kinds = dict.fromkeys(groups for number in blocks for groups in own[number])
     for kind in sorted(kinds, key=len):

@@ -88,9 +88,11 @@ def longest(durations: Iterable[Duration]) -> Duration:
 
 def in_turn(durations: Iterable[Duration]) -> Duration:
     """Return the total of consecutive durations, with the first warning."""
-    listed = list(durations)
-    warning = next((each.warning for each in listed if each.warning), None)
-    return Duration(sum((each.time_s for each in listed), start=0.0), warning)
+    total_s, first = 0.0, None
+    for time_s, warning in durations:
+        total_s += time_s
+        first = first or warning
+    return Duration(total_s, first)
 
 
 def slowdowns_of(

@@ -1,6 +1,7 @@
 """Experts under expert parallelism: their load on one rank, and the time of the messages that exchange rows."""
 
 from collections.abc import Sequence
+from functools import cache
 
 from msgspec import UNSET
 from msgspec.structs import replace
@@ -75,16 +76,19 @@ def exchange_times(
     rows_bytes = max((m.bytes for m in sent if m.collective is Collective.ALL_TO_ALL), default=0)
     per_node = profiles.exchange is not None and profiles.exchange.dispatcher is Dispatcher.PER_NODE
 
-    def taken(message: Message) -> Duration:
-        to_experts = message.collective is Collective.ALL_TO_ALL
+    @cache  # both passes send the same
+    def taken(collective: Collective, num_bytes: int) -> Duration:
+        to_experts = collective is Collective.ALL_TO_ALL
         groups = axis_group_kinds(topology, axes.experts if to_experts else axes.tensor)
-        if to_experts and per_node and message.bytes == rows_bytes:
-            one = _once_a_node(profiles, groups, fullest * message.bytes, experts.top_k)
-        else:
-            one = collective_time(profiles, message.collective, groups, fullest * message.bytes)
-        return one._replace(time_s=one.time_s * message.times)
+        if to_experts and per_node and num_bytes == rows_bytes:
+            return _once_a_node(profiles, groups, fullest * num_bytes, experts.top_k)
+        return collective_time(profiles, collective, groups, fullest * num_bytes)
 
-    return tuple(in_turn(taken(m) for m in sent if m.during is during) for during in Pass)
+    times: dict[Pass | None, list[Duration]] = {during: [] for during in Pass}
+    for message in sent:
+        one = taken(message.collective, message.bytes)
+        times[message.during].append(one._replace(time_s=one.time_s * message.times))
+    return tuple(in_turn(times[during]) for during in Pass)
 
 
 def _once_a_node(profiles: Profiles, groups: Sequence[GroupKind], num_bytes: float, top_k: int) -> Duration:

@@ -29,7 +29,7 @@ _MUCH_FASTER = 1.1
 """How many times the samples a second of the plan another batch size must give to be named."""
 _NEAR_BATCH = 0.25
 """The largest share by which it differs from the one that was asked for."""
-_BATCH_LIMIT_S = 2.0
+_BATCH_LIMIT_S = 1.0
 """CPU seconds in which a plan for another batch size is searched: it need be much faster, not the fastest."""
 _EARLY_S = 0.02
 """How much too early a timer may be."""

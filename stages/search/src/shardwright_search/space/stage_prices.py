@@ -247,7 +247,7 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
         strategies = self.layers.shardings(choice).of_type(name, topology.size)
         meets = self.costs.optimizer.whole_matrices and topology.size > 1
         stage = {(Purpose.EXCHANGE, Axis(topology.size))} if meets else set[tuple[Purpose, Axis]]()
-        return np.array([len(stage | {*strategy_axes(each)}) + replicas for each in strategies] or [0], float)
+        return np.array([len(stage | strategy_axes(each)) + replicas for each in strategies] or [0], float)
 
     @cached_method
     def _layouts(self, name: str, shardings: Shardings, topology: StageTopology) -> tuple[Ints, Ints]:
