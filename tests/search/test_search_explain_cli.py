@@ -33,6 +33,8 @@ def test_with_the_search_file_it_tells_of_neighbouring_kinds_and_of_more_means(i
     assert result.exit_code == 0, result.output
     for words in (
         "memory binds: layer ",
+        "levers on the memory of stage ",
+        "│ without recompute full ",
         "the best plan of each neighbouring kind",
         "│ no recomputation ",
         "│ ZeRO only ",

@@ -25,9 +25,16 @@ from shardwright_search.commands.prediction import (
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.plan import Evaluation, cost_model_of, evaluate
 from shardwright_search.cost_model.time_model import TimeModel
-from shardwright_search.explain.binding import Change, LayerAlternatives, binding_lines, faster_changes
+from shardwright_search.explain.binding import (
+    Change,
+    LayerAlternatives,
+    binding_lines,
+    faster_changes,
+    fullest_stage,
+)
+from shardwright_search.explain.levers import levers
 from shardwright_search.explain.printing import Lines, show_rich, table
-from shardwright_search.explain.tables import answers_shown, difference, explanation, node_types_table
+from shardwright_search.explain.tables import answers_shown, difference, explanation, levers_table, node_types_table
 from shardwright_search.explain.what_if import WhatIf, WhatIfAnswer, answer, neighbours, outlook
 from shardwright_search.options import ExplainOptions, SimulateOptions
 from shardwright_search.search import SearchAnswer
@@ -108,13 +115,16 @@ def _why(
         budgets_bytes = allowed_bytes(plan, evaluation.estimate, budgets_of(request, plan.cluster, search.file))
         choices = LayerAlternatives(request.data_parallel, request.recompute, not request.fine_grained)
         unsearched = [f"not searched: {line}" for line in left_out(request, plan.model, plan.cluster)]
-    changes: tuple[Change, ...] = ()
+    changes, costs, estimate = tuple[Change, ...](), _costs(plan, inputs, search), evaluation.estimate
     if budgets_bytes is not None:
-        changes = faster_changes(plan, evaluation, _costs(plan, inputs, search), budgets_bytes, choices)
-    lines = binding_lines(plan, evaluation.estimate, budgets_bytes, changes)
+        changes = faster_changes(plan, evaluation, costs, budgets_bytes, choices)
+    lines = binding_lines(plan, estimate, budgets_bytes, changes)
     lines += unsearched
     lines += [f"warning: {warning}" for warning in (*evaluation.warnings, *inputs.warnings)]
-    return explanation(plan, evaluation.estimate, budgets_bytes, lines, runners_up)
+    fullest = fullest_stage(estimate, budgets_bytes)
+    found = tuple(levers(plan, evaluation, costs, fullest, budgets_bytes))
+    further = [levers_table(found, fullest, estimate.objective_s)] if found else []
+    return explanation(plan, estimate, budgets_bytes, lines, further, runners_up)
 
 
 def _predicted_budgets(plan: Plan, prediction: Prediction | None) -> tuple[int, ...] | None:

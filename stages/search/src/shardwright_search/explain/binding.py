@@ -97,13 +97,19 @@ def faster_changes(
     return tuple(changes)
 
 
+def fullest_stage(estimate: Estimate, budgets_bytes: Sequence[int] | None) -> int:
+    """Return the pipeline stage that holds the largest share of its budget, or the most bytes without a budget."""
+    held = [stage.memory_bytes for stage in estimate.stages]
+    shares = list(map(truediv, held, budgets_bytes or (1,) * len(held)))
+    return shares.index(max(shares))
+
+
 def binding_lines(
     plan: Plan, estimate: Estimate, budgets_bytes: Sequence[int] | None, changes: Sequence[Change]
 ) -> list[str]:
     """Return lines on the slowest and the fullest pipeline stage, and on whether memory keeps the plan slow."""
     parts, held = step_parts(plan, estimate), [stage.memory_bytes for stage in estimate.stages]
-    step_s, shares = estimate.objective_s, list(map(truediv, held, budgets_bytes or (1,) * len(held)))
-    fullest = shares.index(max(shares))
+    step_s, fullest = estimate.objective_s, fullest_stage(estimate, budgets_bytes)
     slowest_ms = estimate.stages[parts.slowest].time_s * 1e3
     named = (
         (f"stage {parts.slowest} is the slowest, {plan.num_microbatches} x {slowest_ms:.3f} ms", parts.bottleneck_s),
@@ -119,7 +125,7 @@ def binding_lines(
     full = f"memory: stage {fullest} is the fullest, {held[fullest] / MIB:.2f} MiB"
     if budgets_bytes is None:
         return [*lines, full]
-    return [*lines, f"{full}, {shares[fullest]:.1%} of the budget", *_memory_lines(changes)]
+    return [*lines, f"{full}, {held[fullest] / budgets_bytes[fullest]:.1%} of the budget", *_memory_lines(changes)]
 
 
 def _memory_lines(changes: Sequence[Change]) -> list[str]:

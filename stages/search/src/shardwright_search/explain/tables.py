@@ -11,6 +11,7 @@ from shardwright.display.plan_words import headline, range_words, shape_and_runs
 from shardwright.io import BadInput
 from shardwright.plan.axes import effective
 from shardwright.types import MIB, Estimate, LayerStrategy, Plan, RunnerUp, Strategy
+from shardwright_search.explain.levers import TARGET_BYTES, Lever
 from shardwright_search.explain.printing import PLAN, Lines, SplitTable, table
 from shardwright_search.explain.what_if import WhatIfAnswer
 from shardwright_search.search import SearchAnswer
@@ -51,20 +52,42 @@ def explanation(
     estimate: Estimate,
     budgets_bytes: Sequence[int] | None,
     lines: Sequence[str],
+    further: Sequence[RenderableType],
     runners_up: Sequence[RunnerUp],
 ) -> RenderableType:
-    """Return tables of time and memory by pipeline stage, `lines` on the limits, and the runners-up."""
+    """Return tables of time and memory by pipeline stage, `lines` on the limits, further tables, and runners-up."""
     parts: list[RenderableType] = [
         Lines([headline(plan), *stage_lines(plan)]),
         _time_table(estimate),
         _memory_table(estimate, budgets_bytes),
         Lines(lines),
+        *further,
     ]
     if runners_up:
         headings = (PLAN, "ms a step", "time", "MiB", "memory")
         rows = [_runner_up(other, estimate) for other in runners_up]
         parts.append(table("runners-up, against this plan", headings, rows))
     return Group(*parts)
+
+
+def levers_table(found: Sequence[Lever], stage: int, step_s: float) -> SplitTable:
+    """Return a table of the levers of a stage's layers; `step_s`: the closed form of the plan's step."""
+    rows = [
+        (
+            lever.name,
+            f"{len(lever.layers)} of {lever.possible}",
+            f"{lever.more_bytes / MIB:+,.2f}",
+            f"{lever.slower:+.2%}",
+            f"{lever.slower * step_s * 1e3:+.3f}",
+            "" if lever.left_bytes is None else f"{lever.left_bytes / MIB:,.2f}",
+        )
+        for lever in found
+    ]
+    title = (
+        f"levers on the memory of stage {stage}, on as few layers as change it by {TARGET_BYTES // MIB:,} MiB, or on "
+        "all; negative MiB left are beyond the budget"
+    )
+    return table(title, ("lever", "layers", "MiB", "step", "ms a step", "MiB left"), rows)
 
 
 def answers_shown(title: str, plan: Plan, estimate: Estimate, answers: Sequence[WhatIfAnswer]) -> RenderableType:
