@@ -17,6 +17,8 @@ import yaml
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 NODES = 2
+_STATUS = ("--shardwright-status-command", "sacct") if os.environ.get("ACCOUNTING") == "1" else ()
+"""Where loopback.sh has accounting, states of jobs are asked of it, as the plugin does by itself."""
 COMMAND_S = 60.0
 """What a command of Slurm's may take."""
 
@@ -64,7 +66,7 @@ class Workspace:
         command = [
             "snakemake", "--profile", "slurm", "--snakefile", str(ROOT / "Snakefile"),
             "--configfile", "config.yaml",
-            "--shardwright-init-seconds-before-status-checks", "1", *arguments,
+            "--shardwright-init-seconds-before-status-checks", "1", *_STATUS, *arguments,
         ]  # fmt: skip
         environment = os.environ | {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",

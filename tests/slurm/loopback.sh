@@ -1,6 +1,6 @@
 #!/bin/bash
-# A real Slurm on this machine's loopback interface, without systemd and without accounting.
-#   loopback.sh install            Debian's slurm-wlm and munge, where they are not there yet
+# A real Slurm on this machine's loopback interface, without systemd; with ACCOUNTING=1 it has slurmdbd and MariaDB, too.
+#   loopback.sh install            Debian's slurm-wlm and munge (slurmdbd, mariadb-server), where they are not there yet
 #   loopback.sh up FOLDER [NODES]  munged, slurmctld and NODES (2) slurmd, each a node of 2 cores and 2 tasks' worth of memory
 #   loopback.sh down FOLDER        stop them, by their process ids, and everything that they started
 # Partitions: main (all nodes, jobs are requeued when preempted), high (all nodes, preempts main), first and last (one node each).
@@ -10,6 +10,12 @@ set -euo pipefail
 CONF=/etc/slurm/slurm.conf
 MARK="# written by tests/slurm/loopback.sh"
 PROGRAMS=(munged slurmctld slurmd sbatch srun squeue scontrol sinfo scancel)
+PACKAGES=(slurm-wlm munge)
+DATABASE_PORT=26820 ACCOUNTING_PORT=26819
+if [ "${ACCOUNTING:-}" = 1 ]; then
+    PROGRAMS+=(slurmdbd sacct sacctmgr mariadbd mariadb-install-db)
+    PACKAGES+=(slurmdbd mariadb-server)
+fi
 
 refuse() {
     echo "error: loopback.sh: $1: $2" >&2
@@ -25,9 +31,68 @@ missing() {
 install() {
     [ -z "$(missing)" ] && return
     command -v apt-get >/dev/null || refuse "there is no apt-get here, and no $(missing | paste -sd' ')" "install Slurm and munge"
-    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends slurm-wlm munge; } >&2 ||
-        refuse "apt-get does not install slurm-wlm and munge" "see what it says above; it needs a package index"
-    [ -z "$(missing)" ] || refuse "slurm-wlm and munge lack $(missing | paste -sd' ')" "this script knows Debian 12's"
+    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "${PACKAGES[@]}"; } >&2 ||
+        refuse "apt-get does not install ${PACKAGES[*]}" "see what it says above; it needs a package index"
+    [ -z "$(missing)" ] || refuse "${PACKAGES[*]} lack $(missing | paste -sd' ')" "this script knows Debian 12's"
+}
+
+accounting() { # FOLDER
+    if [ "${ACCOUNTING:-}" = 1 ]; then
+        echo "AccountingStorageType=accounting_storage/slurmdbd"
+        echo "AccountingStorageHost=127.0.0.1"
+        echo "AccountingStoragePort=$ACCOUNTING_PORT"
+        echo "AccountingStoragePass=$1/run/munge.sock" # slurmdbd's callers look for munge here
+    else
+        echo "AccountingStorageType=accounting_storage/none"
+    fi
+}
+
+database() { # FOLDER: MariaDB on loopback, and slurmdbd, which keeps what jobs took in it
+    local folder=$1 secret
+    secret=$(head -c 24 /dev/urandom | od -An -tx1 | tr -d ' \n')
+    mkdir -p "$folder/database"
+    mariadb-install-db --no-defaults --user=root --datadir="$folder/database" --skip-test-db \
+        --auth-root-authentication-method=normal >"$folder/log/mariadb-install.log" 2>&1
+    (umask 077 && cat >"$folder/etc/first.sql") <<C
+CREATE DATABASE slurm;
+CREATE USER slurm@'127.0.0.1' IDENTIFIED BY '$secret';
+GRANT ALL ON slurm.* TO slurm@'127.0.0.1';
+C
+    mariadbd --no-defaults --user=root --datadir="$folder/database" --socket="$folder/run/mariadb.sock" \
+        --pid-file="$folder/run/mariadbd.pid" --bind-address=127.0.0.1 --port=$DATABASE_PORT --skip-name-resolve \
+        --init-file="$folder/etc/first.sql" >"$folder/log/mariadbd.log" 2>&1 &
+    (umask 077 && cat >/etc/slurm/slurmdbd.conf) <<C
+$MARK
+AuthType=auth/munge
+AuthInfo=socket=$folder/run/munge.sock
+DbdHost=localhost
+DbdAddr=127.0.0.1
+DbdPort=$ACCOUNTING_PORT
+SlurmUser=root
+PidFile=$folder/run/slurmdbd.pid
+LogFile=$folder/log/slurmdbd.log
+StorageType=accounting_storage/mysql
+StorageHost=127.0.0.1
+StoragePort=$DATABASE_PORT
+StorageUser=slurm
+StoragePass=$secret
+StorageLoc=slurm
+CommunicationParameters=NoInAddrAny
+C
+    answers() { (: <"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
+    within_30_s answers $DATABASE_PORT || { down "$folder" && refuse "MariaDB does not answer within 30 s" "see $folder/log/mariadbd.log"; }
+    slurmdbd
+    within_30_s answers $ACCOUNTING_PORT || { down "$folder" && refuse "slurmdbd does not answer within 30 s" "see $folder/log/slurmdbd.log"; }
+    sacctmgr --immediate add cluster loopback >"$folder/log/sacctmgr.log" ||
+        { down "$folder" && refuse "slurmdbd takes no cluster" "see $folder/log/slurmdbd.log"; }
+}
+
+within_30_s() { # COMMAND...: wait until it succeeds
+    for _ in $(seq 300); do
+        if "$@"; then return; fi
+        sleep 0.1
+    done
+    return 1
 }
 
 configuration() { # FOLDER NODES
@@ -57,7 +122,7 @@ MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
+$(accounting "$1")
 JobCompType=jobcomp/none
 ReturnToService=2
 SlurmdParameters=config_overrides
@@ -101,6 +166,7 @@ up() { # FOLDER NODES
     (umask 077 && head -c 1024 /dev/urandom >"$folder/munge/munge.key")
     munged --force --key-file="$folder/munge/munge.key" --socket="$folder/run/munge.sock" \
         --pid-file="$folder/run/munged.pid" --log-file="$folder/log/munged.log" --seed-file="$folder/munge/munge.seed"
+    if [ "${ACCOUNTING:-}" = 1 ]; then database "$folder"; fi
     slurmctld
     for node in $(seq "$nodes"); do slurmd -N "n$node"; done
     for _ in $(seq 300); do
@@ -117,10 +183,10 @@ up() { # FOLDER NODES
 
 living() { # FOLDER: the ids of the daemons of this folder that still run; an id may have gone to another program since
     local file pid
-    for file in "$1"/run/slurmd-*.pid "$1"/run/slurmctld.pid "$1"/run/munged.pid; do
+    for file in "$1"/run/slurmd-*.pid "$1"/run/{slurmctld,slurmdbd,mariadbd,munged}.pid; do
         [ -e "$file" ] || continue
         pid=$(cat "$file")
-        case "$(cat "/proc/$pid/comm" 2>/dev/null)" in slurmd | slurmctld | munged) echo "$pid" ;; esac
+        case "$(cat "/proc/$pid/comm" 2>/dev/null)" in slurmd | slurmctld | slurmdbd | mariadbd | munged) echo "$pid" ;; esac
     done
 }
 
@@ -146,7 +212,7 @@ down() { # FOLDER
         if kill -TERM "$pid" 2>/dev/null; then ended "$pid"; fi
     done
     rm -f "$folder"/run/*.pid
-    for file in $CONF /etc/slurm/cgroup.conf; do
+    for file in $CONF /etc/slurm/cgroup.conf /etc/slurm/slurmdbd.conf; do
         if [ -e "$file" ] && grep -qxF "$MARK" "$file"; then rm -f "$file"; fi
     done
 }
