@@ -9,6 +9,7 @@ from hostile_names import NAME, PLAIN, Page, renamed
 from msgspec.structs import replace
 
 from shardwright.command.command_line import _exit_code
+from shardwright.display.units import gib_text
 from shardwright_search.advise import sizes
 from shardwright_search.advise.page import advice_page
 from shardwright_search.advise.question import question_of
@@ -73,8 +74,8 @@ def test_each_outcome_is_what_a_search_of_that_budget_gives(asked, monkeypatch):
         direct = _search(question_of(replace(options, budget_gib=6 * share)), LIMIT_S)
         kinds.add(type(outcome))
         if isinstance(direct, Infeasible):
-            least_gib = direct.min_bytes / 2**30
-            assert outcome == f"No plan fits in {6 * share:.1f} GiB a GPU: even the leanest needs {least_gib:.1f} GiB."
+            given, least = gib_text(6 * share * 2**30, 1), gib_text(direct.min_bytes, 1)
+            assert outcome == f"No plan fits in {given} a GPU: even the leanest needs {least}."
         else:
             assert outcome.estimate.simulated_step_time_s == direct.chosen.evaluation.estimate.simulated_step_time_s
             assert outcome.question.fits(outcome.plan, outcome.estimate)
