@@ -22,11 +22,12 @@ def test_the_best_plan_of_one_strategy_is_that_of_all_and_none_is_below_its_boun
     assert mistakes(range(9 * block, 9 * (block + 1))) == {}
 
 
-@pytest.mark.parametrize("function", ["_sends_ps", "_some_stage_holds", "_most_layers"])
+@pytest.mark.parametrize("function", ["_sends_ps", "_some_stage_holds", "_most_layers", "_reached"])
 def test_a_bound_that_counts_too_much_is_caught(monkeypatch, function):
     right = getattr(uniform_bounds, function)
     mistaken = {
         "_most_layers": lambda *given: right(*given) - 1,
+        "_reached": lambda *given: right(*given) - 1,
         "_some_stage_holds": lambda most, layers: np.minimum(right(most, layers) + 1, layers),
     }
     monkeypatch.setattr(uniform_bounds, function, mistaken.get(function, lambda *given: 2 * right(*given) + 1))

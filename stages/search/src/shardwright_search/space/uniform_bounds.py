@@ -17,6 +17,7 @@ from shardwright_search.solver.stage_bounds import rounded_down
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
 from shardwright_search.step.cached_method import cached_method
+from shardwright_search.step.memory import LayerMemory, StageMemory, no_layers
 from shardwright_search.step.pareto import Ints, Numbers
 
 
@@ -156,6 +157,8 @@ def _of_cuts(problem: Problem, rows: dict[int, Ints]) -> _Stages:
     most = np.stack([_most_layers(problem, stage, each) for stage in range(p)])
     inner = most[1:-1] if not problem.block_in_each_stage else most
     fits = (most.sum(0) >= len(layers)) & (inner >= 1).all(0)
+    if len(rows) > 1:  # of one type the most layers say as much
+        fits &= _reached(problem, each) == len(layers)
     fullest = _some_stage_holds(most, len(layers))
     sends = _sends_ps(problem, each)
     counts = np.array([np.cumsum([0, *(kind == layer for layer in layers)]) for kind in rows]).T
@@ -206,6 +209,56 @@ def _most_on(problem: Problem, stage: int, number: int, each: Sequence[Options])
             working = (head.static + head.late + head.activation + head.workspace).min(0)
             most = np.minimum(most, np.where(left >= working, np.floor((left - working) / activation), 0))
     return np.asarray(np.minimum(np.nan_to_num(most, nan=np.inf), len(problem.layers)).min(1))
+
+
+def _reached(problem: Problem, each: dict[int, list[Options]]) -> Ints:
+    """Return how many layers of several types the stages may hold under each strategy, in their order.
+
+    Each stage takes as many of the next layers as fit, which leaves the fewest for those behind: fewer layers never
+    hold more. The memory is that of the solver, with the least of embedding, head and received tensors.
+    """
+    kinds, layers = list(each), problem.layers[1:-1]
+    kind_of = np.array([kinds.index(kind) for kind in layers])
+    reached = np.zeros(len(next(iter(each.values()))[0].time_ps), np.int64)
+    for stage in range(problem.pp_size):
+        on_groups = [
+            _reached_on(problem, stage, group, [each[kind][group] for kind in kinds], kind_of, reached)
+            for group in problem.groups_of(stage)
+        ]
+        reached = np.max(on_groups, 0)
+    return reached
+
+
+def _reached_on(
+    problem: Problem, stage: int, number: int, each: Sequence[Options], kind_of: Ints, reached: Ints
+) -> Ints:
+    """Return how many layers there are up to the end of a stage on one device group; `each`: options of each type."""
+    group, parts, (embedding, *inner, head) = problem.device_groups[number], problem.phases(stage), problem.layers
+    memory = [options.memory(parts) for options in each]
+    stacked = LayerMemory._make(np.stack(np.broadcast_arrays(*column)) for column in zip(*memory, strict=True))
+    boundary = problem.boundary_bytes[sorted(set(inner))][:, each[0].output_layout].min(0)
+    room = group.budget_bytes - boundary * (stage < problem.pp_size - 1)
+    held = no_layers(parts, boundary * (stage > 1))
+    if stage == 0:
+        held = held.then(_least(group.options[embedding].memory(parts)))
+    behind = _least(group.options[head].memory(parts)) if stage == problem.pp_size - 1 else None
+    reached, held = reached.copy(), StageMemory(*np.broadcast_arrays(*held))
+    rows = np.flatnonzero(reached < len(kind_of))
+    held = held.take(rows)
+    while len(rows):
+        kinds = kind_of[reached[rows]]
+        held = held.then(LayerMemory._make(column[kinds, rows] for column in stacked))
+        whole = held if behind is None else held.then(behind)
+        fits = (whole.peak <= room[rows, None]).all(1)
+        reached[rows[fits]] += 1
+        fits &= reached[rows] < len(kind_of)
+        rows, held = rows[fits], held.take(np.flatnonzero(fits))
+    return reached
+
+
+def _least(memory: LayerMemory) -> LayerMemory:
+    """Return the least of each kind of bytes over all options [1, phases]."""
+    return LayerMemory._make(column.min(0, keepdims=True) for column in memory)
 
 
 def _some_stage_holds(most: Numbers, layers: int) -> Ints:
