@@ -1,13 +1,14 @@
 """The process groups that a plan needs, in the order in which all ranks create them, and their buffer memory."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 from shardwright.optimizers.registry import OPTIMIZERS
-from shardwright.plan.axes import Axis, axes_of, layout_of
+from shardwright.plan.axes import Axis, Layout, axes_of, layout_of
 from shardwright.plan.chunks import chunk_layers, cuts, incoming_layout
 from shardwright.plan.group_names import ranks_text
 from shardwright.plan.layout import closed_groups
@@ -85,34 +86,50 @@ def communicators(plan: Plan) -> tuple[Mapping[Purpose, int], ...]:
     """Return, for each rank, its number of NCCL communicators by purpose; groups of one rank need none.
 
     It is the number of `process_groups` that a rank is in. Those along an axis are counted without being made: each
-    rank of a stage is in one of them, and no two axes have a group in common.
+    rank of a stage is in one of them, and no two axes have a group in common. Ranks with the same counts share them.
     """
-    counts = [Counter[Purpose]() for _ in range(plan.world_size)]
-    if plan.world_size > 1:
-        _count(counts, [(Purpose.WORLD, range(plan.world_size))])
+    incoming = {cut.target: cut.after for cut in cuts(plan)}
+    exchanges, edges, found = [0] * plan.world_size, _num_edges(plan), dict[int, Mapping[Purpose, int]]()
+    whole = {Purpose.WORLD: 1} if plan.world_size > 1 else {}
+    tied = ranks_of_replicas(tied_parameters(plan))
+    replicas = set(tied) if len(tied) > 1 else set[int]()
     for number, stage in enumerate(plan.stages):
-        layers = [layer for chunk in range(len(stage.layers)) for layer in _layers(plan, number, chunk)]
+        chunks = range(len(stage.layers))
+        layers = [one for chunk in chunks for one in _layers(plan, number, chunk, incoming.get((number, chunk)))]
         axes = {axis for strategy, _ in layers for axis in strategy_axes(strategy)}
-        exchanges = {ranks for _, groups in layers for ranks in groups}
         if OPTIMIZERS[plan.optimizer].whole_matrices and len(stage.ranks) > 1:
             axes.add((Purpose.EXCHANGE, Axis(len(stage.ranks))))
-        if exchanges:  # which may be along an axis, too
+        if apart := {ranks for _, groups in layers for ranks in groups}:  # which may be along an axis, too
             along = {axis for purpose, axis in axes if purpose is Purpose.EXCHANGE}
-            exchanges.update(*(axis.groups(stage.ranks) for axis in along))
+            apart.update(*(axis.groups(stage.ranks) for axis in along))
             axes = {(purpose, axis) for purpose, axis in axes if purpose is not Purpose.EXCHANGE}
-        _count(counts, [(purpose, stage.ranks) for purpose, _ in axes])
-        _count(counts, [(Purpose.EXCHANGE, ranks) for ranks in exchanges])
-    if len(tied := ranks_of_replicas(tied_parameters(plan))) > 1:
-        _count(counts, [(Purpose.TIED_PARAMETERS, tied)])
-    _count(counts, ((edge.purpose, edge.ranks) for edge in dict.fromkeys(_edges(plan))))
-    return tuple(counts)
+            for rank in chain.from_iterable(apart):
+                exchanges[rank] += 1
+        alike = Counter(whole) + Counter(purpose for purpose, _ in axes)
+        known = dict[tuple[int, int, int], Mapping[Purpose, int]]()
+        for rank in stage.ranks:
+            own = exchanges[rank], edges[rank], int(rank in replicas)
+            if own not in known:
+                further = zip((Purpose.EXCHANGE, Purpose.EDGE, Purpose.TIED_PARAMETERS), own, strict=True)
+                known[own] = alike + Counter(dict(further))
+            found[rank] = known[own]
+    return tuple(found[rank] for rank in range(plan.world_size))
 
 
-def _count(counts: Sequence[Counter[Purpose]], groups: Iterable[tuple[Purpose, Sequence[int]]]) -> None:
-    """Count groups of several ranks for each rank that is in them."""
-    for purpose, ranks in groups:
-        for rank in ranks:
-            counts[rank][purpose] += 1
+def _num_edges(plan: Plan) -> list[int]:
+    """Return how many edges each rank has to ranks of other stages, of both directions and each kind of pass."""
+    edges, known = [0] * plan.world_size, dict[object, set[tuple[int, int]]]()
+    for cut in cuts(plan):
+        for kind, (source, _), (target, _) in cut.ways():
+            of_kind = known.setdefault((source, target, kind, cut.around), set())
+            for tensor in cut.tensors:
+                transfers = cut.transfers(kind, plan.microbatch_samples, tensor.sequence_length)
+                new = {(each.source, each.target) for each in transfers} - of_kind
+                of_kind |= new
+                for sender, receiver in new:
+                    edges[plan.stages[source].ranks[sender]] += 1
+                    edges[plan.stages[target].ranks[receiver]] += 1
+    return edges
 
 
 def communicator_bytes(counted: Mapping[Purpose, int], of_each: int = COMMUNICATOR_BYTES) -> int:
@@ -155,16 +172,21 @@ def planned_group(purpose: Purpose, ranks: tuple[int, ...]) -> PlannedGroup:
 
 def _of_chunk(plan: Plan, stage: int, chunk: int) -> Iterator[PlannedGroup]:
     known = set[Strategy]()
-    for strategy, exchanges in _layers(plan, stage, chunk):
+    for strategy, exchanges in _layers(plan, stage, chunk, incoming_layout(plan, stage, chunk)):
         if strategy not in known:
             known.add(strategy)
             yield from strategy_groups(strategy, plan.stages[stage].ranks)
         yield from (PlannedGroup(Purpose.EXCHANGE, ranks) for ranks in exchanges)
 
 
-def _layers(plan: Plan, stage: int, chunk: int) -> Iterator[tuple[Strategy, tuple[tuple[int, ...], ...]]]:
-    """Yield the strategy of each layer of a chunk, and the ranks that exchange activations for its layout."""
-    ranks, current = plan.stages[stage].ranks, incoming_layout(plan, stage, chunk)
+def _layers(
+    plan: Plan, stage: int, chunk: int, current: Layout | None
+) -> Iterator[tuple[Strategy, tuple[tuple[int, ...], ...]]]:
+    """Yield the strategy of each layer of a chunk, and the ranks that exchange activations for its layout.
+
+    `current` is the layout in which the chunk receives its input.
+    """
+    ranks = plan.stages[stage].ranks
     for name, _, strategy in chunk_layers(plan, stage, chunk):
         wanted, groups = layout_of(strategy), list[tuple[int, ...]]()
         if current is not None and current != wanted:

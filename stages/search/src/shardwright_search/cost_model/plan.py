@@ -131,7 +131,8 @@ def _communicators(plan: Plan, profiles_of: Sequence[Sequence[Profiles]]) -> Seq
     if plan.world_size == 1 or not any(sizes):
         return [None] * len(plan.stages)
     counted, stages = communicators(plan), zip(plan.stages, sizes, strict=True)
-    return [max(communicator_bytes(counted[rank], size) for rank in stage.ranks) for stage, size in stages]
+    distinct = (({id(counted[rank]): counted[rank] for rank in stage.ranks}.values(), size) for stage, size in stages)
+    return [max(communicator_bytes(each, size) for each in of_stage) for of_stage, size in distinct]
 
 
 def _stage_prediction(
