@@ -68,14 +68,16 @@ def redistribution_plan(source: Layout, target: Layout, samples: int, sequence_l
     transfers = []
     apart = source.stage_size != target.stage_size
     share = samples // source.samples.size
-    groups = [source.replica_groups(part) for part in range(source.samples.size)]
-    turns = {replicas: cycle(replicas) for in_part in groups for replicas in in_part}
+    groups = [
+        [(held, source.activation_shard(held[0], samples, sequence_length)) for held in source.replica_groups(part)]
+        for part in range(source.samples.size)
+    ]
+    turns = {replicas: cycle(replicas) for in_part in groups for replicas, _ in in_part}
     for rank in range(target.stage_size):
         wanted = target.activation_shard(rank, samples, sequence_length)
         for part in range(wanted.batch_start // share, -(-wanted.batch_end // share)):
-            for replicas in groups[part]:
-                piece = source.activation_shard(replicas[0], samples, sequence_length).intersect(wanted)
-                if piece is not None:
+            for replicas, held in groups[part]:
+                if (piece := held.intersect(wanted)) is not None:
                     near = rank if rank in replicas else replicas[rank % len(replicas)]
                     transfers.append(Transfer(next(turns[replicas]) if apart else near, rank, piece))
     return tuple(transfers)
@@ -84,13 +86,16 @@ def redistribution_plan(source: Layout, target: Layout, samples: int, sequence_l
 @lru_cache(maxsize=1024)
 def closed_groups(source: Layout, target: Layout, samples: int, sequence_length: int) -> tuple[tuple[int, ...], ...]:
     """Return the smallest groups of a stage's ranks that exchange pieces only among themselves, in either direction."""
-    group_of = {rank: frozenset((rank,)) for rank in range(source.stage_size)}
+    group_of = {rank: [rank] for rank in range(source.stage_size)}
     there = redistribution_plan(source, target, samples, sequence_length)
     back = redistribution_plan(target, source, samples, sequence_length)
-    for transfer in there + back:
-        merged = group_of[transfer.source] | group_of[transfer.target]
-        group_of.update(dict.fromkeys(merged, merged))
-    return tuple(sorted({tuple(sorted(group)) for group in group_of.values()}))
+    for sender, receiver, _ in there + back:
+        larger, other = group_of[sender], group_of[receiver]
+        if larger is not other:
+            larger, other = (larger, other) if len(larger) >= len(other) else (other, larger)
+            larger += other
+            group_of.update(dict.fromkeys(other, larger))
+    return tuple(sorted({id(group): tuple(sorted(group)) for group in group_of.values()}.values()))
 
 
 def sent_numel(source: Layout, target: Layout, samples: int, sequence_length: int, features: int) -> tuple[int, ...]:
