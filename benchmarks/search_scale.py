@@ -139,7 +139,7 @@ def main() -> None:
                 rows[name] = hardware_of_many_nodes(folder, asked.repeats)
             elif name in advised:
                 folder.mkdir(parents=True, exist_ok=True)
-                rows[name] = measured(folder, ["advise", *advised[name].split()], asked.repeats)
+                rows[name] = measured(folder, ["advise", *advised[name].split()], asked.repeats, name in CUT_SHORT)
             elif name in imported:
                 rows[name] = measured(folder, ["plan", *published(folder, name, asked.reference)], asked.repeats)
             else:
@@ -169,11 +169,14 @@ def _row(name: str, row: dict) -> str:
     return _line(*told)
 
 
-def measured(folder: Path, asked: list[str], repeats: int) -> dict:
-    """The median run's CPU seconds, the most memory, and what was found."""
-    command = ["shardwright", *asked, "--out", str(folder / "plan.json")]
-    used = median_of(command, folder, repeats)
-    plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+def measured(folder: Path, asked: list[str], repeats: int, is_cut: bool = False) -> dict:
+    """The median run's CPU seconds, the most memory, and what was found: where it is cut short, maybe nothing."""
+    out = folder / "plan.json"
+    out.unlink(missing_ok=True)
+    used = median_of(["shardwright", *asked, "--out", str(out)], folder, repeats, may_fail=is_cut)
+    if is_cut and not out.exists():
+        return used | {"plan": "none"}
+    plan = json.loads(out.read_text(encoding="utf-8"))
     words = f"pp {len(plan['stages'])}, {plan['num_microbatches']} microbatches, batch {plan['global_batch_size']}"
     if asked[0] == "advise":  # which prints what is proven
         step_s = re.search(r"predicted (\S+ s) a step", (folder / TOLD).read_text(encoding="utf-8"))
@@ -203,15 +206,21 @@ def published(folder: Path, name: str, reference: Path) -> list[str]:
     return [*files.machines, *files.profiles, "--search", str(folder / "search.json")]
 
 
-def median_of(command: list[str], folder: Path, repeats: int, clear: Callable[[], None] = lambda: None) -> dict:
+def median_of(
+    command: list[str],
+    folder: Path,
+    repeats: int,
+    clear: Callable[[], None] = lambda: None,
+    may_fail: bool = False,
+) -> dict:
     """The median run's CPU seconds, and the most memory; `clear` takes away what a run has written.
 
-    What the last run printed is in the folder.
+    What the last run printed is in the folder. A run that ends with an error ends all, unless it `may_fail`.
     """
     environment, used = _with_bytecode(folder / "bytecode"), []
     for _ in range(repeats + 1):
         clear()
-        used.append(_used(command, environment, folder / TOLD))
+        used.append(_used(command, environment, folder / TOLD, may_fail))
     used = sorted(used[1:])  # the first compiles Python's bytecode, which installing does elsewhere
     return {"cpu_s": used[len(used) // 2][0], "peak_mib": max(peak for _, peak in used)}
 
@@ -250,13 +259,13 @@ def prepared(folder: Path, case: dict) -> list[str]:
     ]
 
 
-def _used(command: list[str], environment: dict[str, str], told: Path) -> tuple[float, int]:
+def _used(command: list[str], environment: dict[str, str], told: Path, may_fail: bool) -> tuple[float, int]:
     """CPU seconds and the most resident MiB of one run, which prints to a file."""
     with told.open("wb") as printed:
         process = subprocess.Popen(command, env=environment, stdout=printed, stderr=subprocess.DEVNULL)
         _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
+    if process.returncode and not may_fail:
         sys.exit(f"{command[0]} {command[1]} ended with {process.returncode}")
     return used.ru_utime + used.ru_stime, used.ru_maxrss // 1024
 
