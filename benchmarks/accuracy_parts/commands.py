@@ -7,9 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shardwright.io import read_document
-from shardwright.types import Measurement
-
 _ORDERLY_END_S = 30.0
 
 
@@ -40,11 +37,6 @@ def made(out: Path, *command: object) -> Path:
     if not out.exists():
         run(*command, "--out", out)
     return out
-
-
-def measured(plans: Path, out: Path, *options: object) -> Measurement:
-    """Measure plans, unless that was done, and read what they took."""
-    return read_document(made(out, "shardwright", "train", "measure", plans, *options), Measurement)
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
