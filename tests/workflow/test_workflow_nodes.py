@@ -56,7 +56,7 @@ def test_jobs_on_all_nodes_of_a_mixed_cluster_are_started_on_each_component_in_r
 
 
 def _submitted(number, extra=""):
-    return SubmittedJobInfo(SimpleNamespace(resources={"slurm_extra": extra}), external_jobid=number)
+    return SubmittedJobInfo(SimpleNamespace(resources={"slurm_extra": extra}), external_jobid=number, aux={})
 
 
 def test_the_end_of_a_heterogeneous_job_is_found_by_the_name_of_its_first_component(monkeypatch):
@@ -70,6 +70,7 @@ def test_the_end_of_a_heterogeneous_job_is_found_by_the_name_of_its_first_compon
                 yield job
 
     monkeypatch.setattr(SlurmExecutor, "check_active_jobs", check_active_jobs)
+    monkeypatch.setattr(SlurmExecutor, "get_status_command", lambda _: "squeue")
     executor = Executor.__new__(Executor)
     jobs = [_submitted("7", "--exclusive : -n1"), _submitted("8"), _submitted("9"), _submitted("11", "-n1 : -n1")]
 
@@ -80,6 +81,42 @@ def test_the_end_of_a_heterogeneous_job_is_found_by_the_name_of_its_first_compon
     assert looked_for == [["7", "8", "9", "11"], ["7+0", "11+0"]]
     jobs = jobs[1:3]
     assert asyncio.run(left()) == [jobs[1]] and len(looked_for) == 3
+
+
+def test_a_job_that_someone_has_cancelled_has_failed_where_sacct_is_asked(monkeypatch, tmp_path):
+    """The plugin for Slurm takes it to run, since its state names who it was; so does sacct here."""
+    rows = "7|RUNNING\\n8|CANCELLED by 1000\\n9_2|CANCELLED by 0\\n11+0|CANCELLED by 0\\n11+1|RUNNING\\n12|CANCELLED\\n"
+    sacct = tmp_path / "sacct"
+    sacct.write_text(f"#!/bin/sh\necho \"$@\" > {tmp_path}/asked\nprintf '{rows}'\n")
+    sacct.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    async def check_active_jobs(_executor, jobs):
+        for job in jobs:
+            yield job
+
+    failed = {}
+    monkeypatch.setattr(SlurmExecutor, "check_active_jobs", check_active_jobs)
+    monkeypatch.setattr(
+        SlurmExecutor,
+        "report_job_error",
+        lambda _, job, msg, aux_logs: failed.update({job.external_jobid: (msg, aux_logs)}),
+    )
+    jobs = [_submitted(number, extra) for number, extra in (("7", ""), ("8", ""), ("9_2", ""), ("11", "-n1 : -n1"))]
+    jobs[1].aux["slurm_logfile"] = tmp_path / "8.log"
+
+    async def left():
+        return [job async for job in Executor.__new__(Executor).check_active_jobs(jobs)]
+
+    monkeypatch.setattr(SlurmExecutor, "get_status_command", lambda _: "squeue")
+    assert asyncio.run(left()) == jobs and not failed and not (tmp_path / "asked").exists()
+    monkeypatch.setattr(SlurmExecutor, "get_status_command", lambda _: "sacct")
+    assert asyncio.run(left()) == jobs[:1]
+    assert (tmp_path / "asked").read_text().split()[-1] == "--jobs=7,8,9_2,11"
+    said = {number: f"SLURM-job '{number}' failed, SLURM status is: 'CANCELLED by 0'." for number in ("9_2", "11")}
+    assert failed == {number: (words, []) for number, words in said.items()} | {
+        "8": ("SLURM-job '8' failed, SLURM status is: 'CANCELLED by 1000'.", [str(tmp_path / "8.log")])
+    }
 
 
 def test_jobs_are_looked_at_every_half_minute_at_least():

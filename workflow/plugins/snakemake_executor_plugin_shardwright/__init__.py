@@ -4,9 +4,13 @@ It is that plugin, by its public interface, and so are its options, under anothe
 
 - squeue calls the first component of a heterogeneous job 7 `7+0`, and the job ends with it: that is asked for, too.
 - The time between two looks at the jobs stays below a bound, where the plugin's grows to three minutes.
+- sacct says of a cancelled job who cancelled it (`CANCELLED by 1000`), a state that the plugin waits on for ever: it
+  has failed.
 """
 
-from collections.abc import AsyncIterator
+import asyncio
+from asyncio.subprocess import DEVNULL, PIPE
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from snakemake_executor_plugin_slurm import Executor as SlurmExecutor
@@ -42,6 +46,18 @@ class Executor(SlurmExecutor):  # type: ignore[misc]
 
     async def check_active_jobs(self, active_jobs: list[SubmittedJobInfo]) -> AsyncIterator[SubmittedJobInfo]:
         """Report the jobs that have ended, and yield the others."""
+        still = [job async for job in self._not_ended(active_jobs)]
+        cancelled = await _cancelled_of(still) if still and self.get_status_command() == "sacct" else {}
+        for job in still:
+            if (state := cancelled.get(job.external_jobid)) is None:
+                yield job
+            else:
+                log = job.aux.get("slurm_logfile")
+                problem = f"SLURM-job '{job.external_jobid}' failed, SLURM status is: '{state}'."
+                self.report_job_error(job, msg=problem, aux_logs=[] if log is None else [str(log)])
+
+    async def _not_ended(self, active_jobs: list[SubmittedJobInfo]) -> AsyncIterator[SubmittedJobInfo]:
+        """Report the jobs whose end the plugin sees, and yield the others."""
         unknown = dict[str, SubmittedJobInfo]()
         async for job in super().check_active_jobs(active_jobs):
             if is_heterogeneous(job):
@@ -52,6 +68,16 @@ class Executor(SlurmExecutor):  # type: ignore[misc]
         if named:
             async for job in super().check_active_jobs(named):
                 yield unknown[job.external_jobid]
+
+
+async def _cancelled_of(jobs: Sequence[SubmittedJobInfo]) -> dict[str, str]:
+    """Return the states of those jobs that someone has cancelled, by their numbers, as sacct has them."""
+    numbers = ",".join(str(job.external_jobid) for job in jobs)
+    options = "--allocations", "--noheader", "--parsable2", "--format=JobID,State"
+    asked = await asyncio.create_subprocess_exec("sacct", *options, f"--jobs={numbers}", stdout=PIPE, stderr=DEVNULL)
+    said, _ = await asked.communicate()
+    rows = (line.split("|") for line in said.decode().splitlines())
+    return {number.removesuffix("+0"): state for number, state in rows if state.startswith("CANCELLED by ")}
 
 
 def is_heterogeneous(job: SubmittedJobInfo) -> bool:
