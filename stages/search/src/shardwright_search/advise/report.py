@@ -16,6 +16,7 @@ from shardwright.models.context import plan_obstacle
 from shardwright.types import GIB, Estimate, Plan
 from shardwright.types.dispatcher import Dispatcher
 from shardwright.types.model_profile import ExchangeRow
+from shardwright_search.advise.by_schedule import LIMIT_S, OfSchedule
 from shardwright_search.advise.leaner_plans import ways_to_fit
 from shardwright_search.advise.question import Question
 from shardwright_search.advise.targeted import Within
@@ -72,6 +73,8 @@ class Advice(NamedTuple):
     within: Within | None = None
     simple: Simple | None = None
     """The answer as the simplest plan within a tolerance, the fastest, and the best of one strategy; None: no other."""
+    schedules: Sequence[OfSchedule] = ()
+    """The best plan of each schedule, if that was asked."""
 
     @property
     def lines(self) -> list[str]:
@@ -111,6 +114,8 @@ def report(advice: Advice) -> RenderableType:
     ]
     if (node_types := node_types_table(plan, evaluation.estimate)) is not None:
         parts.insert(1, node_types)
+    if advice.schedules:
+        parts.append(_schedules_table(question, plan, evaluation.estimate, advice.schedules))
     parts += [Lines(list(_against(question, plan, evaluation.estimate, choice))) for choice in advice.choices]
     if not advice.all_rules:
         parts.append(Lines(["some rules of thumb were not priced within the time limit"]))
@@ -314,7 +319,7 @@ def _not_searched(question: Question, answer: SearchAnswer) -> Iterator[str]:
         yield "interleaved schedules (--against pp=2,vpp=2 prices one)"
     yield from _context_not_searched(question)
     yield from _experts_not_searched(question)
-    yield "a split backward pass (zero bubble)"
+    yield "a split backward pass (zero bubble; --schedules shows it)"
     yield "offloading of more than optimizer states" if question.request.offloads else "offloading to the host"
     if not question.request.fine_grained:
         yield "strategies of each layer (--uniform)"
@@ -395,6 +400,22 @@ def plan_rows(question: Question, plans: Sequence[tuple[Plan, Estimate, str]]) -
 def _plans_table(question: Question, plans: Sequence[tuple[Plan, Estimate, str]]) -> RenderableType:
     title = "the best plan, others, and rules of thumb (--against tells how they differ)"
     return table(title, PLAN_HEADINGS, plan_rows(question, plans))
+
+
+def _schedules_table(question: Question, plan: Plan, estimate: Estimate, found: Sequence[OfSchedule]) -> RenderableType:
+    """Return a table of the best plan of each schedule, against the answer."""
+    rows = list[tuple[str, ...]]()
+    for schedule, best, why in found:
+        if best is None:
+            rows.append((str(schedule), why, "", "", "", ""))
+        else:
+            rows += plan_rows(question, [(plan, estimate, ""), (best.plan, best.evaluation.estimate, str(schedule))])[
+                1:
+            ]
+    title = (
+        f"the best plan of each schedule, searched for {LIMIT_S:g} CPU s; of split backward passes nothing is proven"
+    )
+    return table(title, PLAN_HEADINGS, rows)
 
 
 def _against(question: Question, plan: Plan, estimate: Estimate, choice: PricedChoice) -> Iterator[str]:

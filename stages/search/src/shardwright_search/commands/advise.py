@@ -12,6 +12,7 @@ from shardwright.display.units import gib_text
 from shardwright.display.wrapping import line_width, wrapped
 from shardwright.io import BadInput, NothingFits, check_new, check_writable, write_bytes, write_document
 from shardwright.types import Cluster, Estimate, Model, Plan
+from shardwright_search.advise.by_schedule import by_schedule
 from shardwright_search.advise.choices import RULES, plan_of_rule, reading_of
 from shardwright_search.advise.page import advice_page
 from shardwright_search.advise.question import Question, config_notes, question_of
@@ -69,7 +70,8 @@ def advise(options: AdviseOptions) -> None:
             batches = tuple(better_batches(WhatIf("", *_given(question)), answer, deadline))
         else:
             within = _within(options.target, question, answer, taken, _seldom(tell), options.time_limit)
-        advice = Advice(question, answer, rules, choices, whole, batches, within, simple)
+        schedules = tuple(by_schedule(question, side_search(options))) if options.schedules else ()
+        advice = Advice(question, answer, rules, choices, whole, batches, within, simple, schedules)
         page = None if options.html is None else _page(options, advice, tell)
         launch = None if options.launch is None else _launch(within, taken)
     texts = {} if options.launch is None else {options.launch / name: text for name, text in (launch or {}).items()}
