@@ -88,6 +88,8 @@ class SearchAnswer(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Number of plans that were simulated with split backward passes; None: none was asked for."""
     split_plan: Candidate | None = None
     """The quickest plan with split backward passes that was found."""
+    split_over_bytes: int = 0
+    """Bytes by which the leanest of them exceeds its budget, where none fits."""
     over_bytes: int = 0
     """Bytes by which the plan of the least closed form exceeds its budget with its communicators; 0: it fits."""
 
@@ -300,7 +302,7 @@ def _once(
 def _with_split(answer: SearchAnswer, split: Split) -> SearchAnswer:
     """Return the answer with the plan of split backward passes where that takes less simulated time, or alone fits."""
     if split.best is None or (answer.fits and answer.chosen.sample_s <= split.best.sample_s):
-        return replace(answer, split=split.tried, split_plan=split.best)
+        return replace(answer, split=split.tried, split_plan=split.best, split_over_bytes=split.over_bytes)
     factor = answer.chosen_scale / answer.instance.score_scale(split.best.plan.global_batch_size)
     return replace(
         answer,

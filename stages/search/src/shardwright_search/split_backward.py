@@ -32,6 +32,8 @@ class Split(NamedTuple):
 
     best: Candidate | None
     tried: int
+    over_bytes: int = 0
+    """Bytes by which the leanest exceeds its budget, where none fits."""
 
 
 def asks_for_split(schedules: Iterable[Schedule]) -> bool:
@@ -55,11 +57,13 @@ def best_split(
         for schedule in wanted
     )
     plans = [replace(instance.plan(configuration, solution), schedule=each) for configuration, solution, each in known]
+    lacking = list[int]()
     for plan in sorted(plans, key=partial(_sample_ps, space)):
         candidate = _candidate(space, plan)
-        if max(over_bytes(plan, candidate.evaluation.estimate, budgets)) <= 0:
+        lacking.append(max(over_bytes(plan, candidate.evaluation.estimate, budgets)))
+        if lacking[-1] <= 0:
             return Split(candidate, len(plans))
-    return Split(None, len(plans))
+    return Split(None, len(plans), min(lacking, default=0))
 
 
 def _near(space: SearchSpace, optimum: Optimum[Configuration]) -> Iterator[Best[Configuration]]:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from shardwright.display.units import gib_text
 from shardwright.io import BadInput
 from shardwright.types import Schedule
 from shardwright_search.advise.question import Question
@@ -46,6 +47,7 @@ def by_schedule(
         if is_solved(schedule):
             yield OfSchedule(schedule, result.chosen)
         elif result.split:
-            yield OfSchedule(schedule, result.split_plan, f"none of {result.split} plans that were simulated fits")
+            lacking = f"the leanest exceeds the budget by {gib_text(result.split_over_bytes)}"
+            yield OfSchedule(schedule, result.split_plan, f"none of {result.split} plans near the best fits: {lacking}")
         else:
             yield OfSchedule(schedule, None, "no pipeline is near the best plan")
