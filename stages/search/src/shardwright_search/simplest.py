@@ -88,7 +88,9 @@ def simplified(answer: SearchAnswer | Infeasible, request: SearchRequest, file: 
 
 
 def simplest(answer: SearchAnswer, budgets: Mapping[str, int], tolerance: float) -> Simple:
-    """Return the simplest plan whose closed form is within the tolerance of the bound, else the chosen one.
+    """Return the simplest plan that is within the tolerance of the bound and of the chosen one, else the chosen one.
+
+    The bound is of the closed form, and the chosen plan is the fastest by simulation.
 
     Of its layers those of one strategy stand together in each stage, where this fits and takes no longer. Each of the
     two searches, of one strategy and of two, has `_LIMIT_S` CPU seconds.
@@ -102,11 +104,13 @@ def simplest(answer: SearchAnswer, budgets: Mapping[str, int], tolerance: float)
     beside, plan = None if uniform is None else uniform.candidate, chosen
     if answer.bound_s:
         limit = answer.best.score * (answer.bound_s / answer.optimum_s) * (1 + tolerance)
-        if uniform is not None and uniform.score <= limit:
+        longest_s = chosen.sample_s * (1 + tolerance)
+        if uniform is not None and uniform.score <= limit and uniform.candidate.sample_s <= longest_s:
             plan = uniform.candidate
         elif num_strategies(chosen.plan) > FEW:
             pair, _ = latest(_Trials(answer, fits).best(FEW, limit), until(CpuSeconds(_LIMIT_S)))
-            plan = chosen if pair is None else fits.together(pair.candidate)
+            if pair is not None and pair.candidate.sample_s <= longest_s:
+                plan = fits.together(pair.candidate)
     return Simple(fits.timed(plan), answer.chosen, beside, tolerance)
 
 
