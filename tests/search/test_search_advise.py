@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from shardwright.command.command_line import _exit_code
 from shardwright.devices.table import read_devices
@@ -17,11 +18,13 @@ from shardwright_search.advise import report
 from shardwright_search.advise.choices import RULES, plan_of_rule, reading_of
 from shardwright_search.advise.question import question_of
 from shardwright_search.advise.report import usd_per_billion_tokens
+from shardwright_search.candidates import Candidate
 from shardwright_search.cli import APP
 from shardwright_search.commands import advise
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.options import AdviseOptions
-from shardwright_search.search import StoppedEarly
+from shardwright_search.search import StoppedEarly, find_best
+from shardwright_search.simplest import Simple
 
 ROOT = Path(__file__).parents[2]
 
@@ -140,6 +143,22 @@ def test_a_plan_of_many_strategies_is_not_called_simple(capsys, monkeypatch):
     told = " ".join(_advise(capsys, *asked)[1].split())
     assert "best plan, none of at most 0 strategies was found within 2% of the bound: pp2" in told
     assert "no plan is more than" in told and "fastest plan" not in told
+
+
+def test_what_is_proven_beside_a_simple_answer_is_of_the_closed_form():
+    """Also if the fastest plan gains more by simulation than the bound leaves: of that nothing is proven."""
+    question = _question("gpt2-xl", "1x8:A100-40", 128)
+    given = question.request, question.model, question.cluster, question.profiles, Path("--gpus")
+    answer = find_best(*given, lambda _: None)
+    estimate = answer.chosen.evaluation.estimate
+    quicker = replace(estimate, simulated_step_time_s=0.9 * estimate.simulated_step_time_s)
+    quick = Candidate(replace(answer.chosen.plan, name="quick"), answer.chosen.evaluation._replace(estimate=quicker))
+    simple = Simple(answer.chosen, quick, None, 0.02)
+    told = "\n".join(report.Advice(question, answer, (), (), simple=simple).lines)
+    gap = estimate.objective_s / answer.bound_s - 1
+    assert gap < 0.01
+    assert f"no plan is more than {gap * 100:.1f} % faster by the closed form, proven under these estimates" in told
+    assert "fastest plan, 10.0 % less time" in told
 
 
 def test_utilization_and_price_are_those_by_hand():

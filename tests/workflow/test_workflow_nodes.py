@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from snakemake_executor_plugin_slurm import Executor as SlurmExecutor
 from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 
+import snakemake_executor_plugin_shardwright as plugin
 from snakemake_executor_plugin_shardwright import Executor, ExecutorSettings
 
 ROOT = Path(__file__).parents[2]
@@ -117,6 +118,11 @@ def test_a_job_that_someone_has_cancelled_has_failed_where_sacct_is_asked(monkey
     assert failed == {number: (words, []) for number, words in said.items()} | {
         "8": ("SLURM-job '8' failed, SLURM status is: 'CANCELLED by 1000'.", [str(tmp_path / "8.log")])
     }
+    # A database that does not answer ends no job, and the next look asks it again.
+    sacct.write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(plugin, "_SACCT_LIMIT_S", 0.2)
+    failed.clear()
+    assert asyncio.run(left()) == jobs and not failed
 
 
 def test_jobs_are_looked_at_every_half_minute_at_least():

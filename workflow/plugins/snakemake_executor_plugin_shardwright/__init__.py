@@ -20,6 +20,9 @@ from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 
 __all__ = ["Executor", "ExecutorSettings", "common_settings"]
 
+_SACCT_LIMIT_S = 60.0
+"""Seconds that sacct may take, as in Snakemake's plugin."""
+
 
 @dataclass
 class ExecutorSettings(SlurmSettings):  # type: ignore[misc]
@@ -71,11 +74,18 @@ class Executor(SlurmExecutor):  # type: ignore[misc]
 
 
 async def _cancelled_of(jobs: Sequence[SubmittedJobInfo]) -> dict[str, str]:
-    """Return the states of those jobs that someone has cancelled, by their numbers, as sacct has them."""
+    """Return the states of the jobs that someone has cancelled, by job number, as sacct reports them.
+
+    It is empty if sacct does not answer in time: the next look asks again.
+    """
     numbers = ",".join(str(job.external_jobid) for job in jobs)
     options = "--allocations", "--noheader", "--parsable2", "--format=JobID,State"
     asked = await asyncio.create_subprocess_exec("sacct", *options, f"--jobs={numbers}", stdout=PIPE, stderr=DEVNULL)
-    said, _ = await asked.communicate()
+    try:
+        said, _ = await asyncio.wait_for(asked.communicate(), _SACCT_LIMIT_S)
+    except TimeoutError:
+        asked.kill()
+        return {}
     rows = (line.split("|") for line in said.decode().splitlines())
     return {number.removesuffix("+0"): state for number, state in rows if state.startswith("CANCELLED by ")}
 

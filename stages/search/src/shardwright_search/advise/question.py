@@ -52,7 +52,7 @@ from shardwright_search.systems.registry import SYSTEMS
 _MAX_INTERLEAVED = 2**16
 """The largest batch that interleaved schedules are searched for: of more microbatches bubbles are no share."""
 _CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
-"""Layer ranges of a stage of interleaved schedules that are searched."""
+"""Layer ranges of a stage that are searched: published plans have up to 8 (MLPerf, 405B) and 12 (NVIDIA, GPT-3)."""
 _FP8_ASSUMED = ("fp8: products with the weights of blocks alone, without their casts; estimated, not trained here",)
 _HOST_SHARE = 2
 """Host memory of a node over the memory of its GPUs, as systems for training have it or more; an assumption."""
