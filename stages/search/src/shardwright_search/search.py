@@ -22,7 +22,7 @@ from shardwright_search.first_plans import first_plans
 from shardwright_search.least_simulated import changed, simulated
 from shardwright_search.proof_words import MOST_PROVEN
 from shardwright_search.solver.branch_and_bound import optimize
-from shardwright_search.solver.stopping import CpuSeconds, Stopped, latest, left, soon, stopped_at, until
+from shardwright_search.solver.stopping import CpuSeconds, Stopped, expired, latest, left, soon, stopped_at, until
 from shardwright_search.solver.targets import Best, Optimum, Target
 from shardwright_search.space.budget import (
     Infeasible,
@@ -41,7 +41,6 @@ from shardwright_search.split_backward import Split, asks_for_split, best_split
 
 _FIRST_SHARE = 0.6
 """The most of a time limit that is spent on first plans: bounds, and so proofs, come after them."""
-_EARLY_S = 0.05
 _LATE_S = 1.5
 """CPU seconds that the first plan of all may take past a limit: a plan that is a little late is better than none."""
 _MAX_RUNNERS_UP = 5
@@ -401,13 +400,12 @@ def _first(space: SearchSpace, deadline: float) -> tuple[Best[Configuration] | N
     share = deadline if left_s is None else deadline - left_s * (1 - _FIRST_SHARE)
     share = CpuSeconds(share) if isinstance(deadline, CpuSeconds) else share
     first, whole = latest(first_plans(space), share)
-    rest_s = left(share)
-    # If much of the share is left, it was Ctrl-C that ended them; a timer may be early by a little.
-    expired = rest_s is not None and rest_s < _EARLY_S
-    if first is None and not whole and expired:
+    # With time left, it was Ctrl-C that ended them.
+    in_time = not expired(share)
+    if first is None and not whole and not in_time:
         until_late = deadline if (left(deadline) or 0.0) > _LATE_S else until(CpuSeconds(_LATE_S))
         first, _ = latest(islice(first_plans(space), 1), until_late)
-    return first, whole or expired
+    return first, whole or not in_time
 
 
 def _is_within(candidate: Candidate, budgets: Mapping[str, int]) -> bool:

@@ -27,14 +27,17 @@ class OfSchedule(NamedTuple):
 
 
 def by_schedule(
-    question: Question, search: Callable[[Question, float], SearchAnswer | Infeasible]
+    question: Question,
+    search: Callable[[Question, float], SearchAnswer | Infeasible],
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Iterator[OfSchedule]:
     """Yield the best plan of each schedule; of split backward passes, the quickest by simulation near the best of 1F1B.
 
-    `search` searches a changed question within some CPU seconds.
+    `search` searches a changed question within some CPU seconds; `tell` receives a line of progress for each.
     """
     for schedule in Schedule:
         asked = (schedule,) if is_solved(schedule) else (Schedule.ONE_F_ONE_B, schedule)
+        tell(f"schedule {schedule}")
         changed = question._replace(request=replace(question.request, schedules=asked))
         try:
             result = search(changed, LIMIT_S)

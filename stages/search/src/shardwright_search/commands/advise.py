@@ -70,7 +70,7 @@ def advise(options: AdviseOptions) -> None:
             batches = tuple(better_batches(WhatIf("", *_given(question)), answer, deadline))
         else:
             within = _within(options.target, question, answer, taken, _seldom(tell), options.time_limit)
-        schedules = tuple(by_schedule(question, side_search(options))) if options.schedules else ()
+        schedules = tuple(by_schedule(question, side_search(options), line)) if options.schedules else ()
         advice = Advice(question, answer, rules, choices, whole, batches, within, simple, schedules)
         page = None if options.html is None else _page(options, advice, tell)
         launch = None if options.launch is None else _launch(within, taken)

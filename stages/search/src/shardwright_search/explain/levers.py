@@ -16,7 +16,7 @@ from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.plan import Evaluation, evaluate
 
 TARGET_BYTES = GIB
-"""What the layers of a lever free together, if there are enough."""
+"""Bytes that the layers of a lever free or need together, if there are enough layers."""
 
 
 class Lever(NamedTuple):
@@ -28,11 +28,11 @@ class Lever(NamedTuple):
     possible: int
     """Number of layers of the stage that could."""
     more_bytes: int
-    """By which a rank of the stage holds more; negative: less."""
+    """Bytes that a rank of the stage holds in addition; negative: it holds fewer."""
     slower: float
     """The share by which a step takes longer; negative: less long."""
     left_bytes: int | None
-    """What the budget then leaves on a rank of the stage; negative: it is exceeded. None: no budget."""
+    """Bytes of the budget that are then left on a rank of the stage; negative: they exceed it. None: no budget."""
 
 
 class _Change(NamedTuple):
@@ -93,7 +93,10 @@ def _enough(
     stage: int,
     budgets_bytes: Sequence[int] | None,
 ) -> Lever | None:
-    """Return the lever on the fewest of the places that change memory by the target, or on all; None: no price."""
+    """Return the lever on as few of the places as change memory by the target, or on all of them.
+
+    None if it has no effect on memory, or no price.
+    """
 
     def on(count: int) -> Lever:
         changed = {i: change.made(plan.layers[i]) for i in places[:count]}

@@ -84,8 +84,8 @@ def levers_table(found: Sequence[Lever], stage: int, step_s: float) -> SplitTabl
         for lever in found
     ]
     title = (
-        f"levers on the memory of stage {stage}, on as few layers as change it by {TARGET_BYTES // MIB:,} MiB, or on "
-        "all; negative MiB left are beyond the budget"
+        f"levers on the memory of stage {stage}, each on as few layers as change it by {TARGET_BYTES // MIB:,} MiB, or "
+        "on all of them; negative MiB left exceed the budget"
     )
     return table(title, ("lever", "layers", "MiB", "step", "ms a step", "MiB left"), rows)
 

@@ -14,7 +14,7 @@ from shardwright.types import Cluster, Model, Plan, Recompute
 from shardwright_search.candidates import Candidate
 from shardwright_search.cost_model.profiles import Profiles, Scaling, scaled
 from shardwright_search.search import SearchAnswer, StoppedEarly, find_best
-from shardwright_search.solver.stopping import CpuSeconds, Stopped, latest, left, soon, until
+from shardwright_search.solver.stopping import CpuSeconds, Stopped, expired, latest, left, soon, until
 from shardwright_search.space.budget import Infeasible, any_fits, states_beyond_budget
 from shardwright_search.space.configurations import configurations, divisors, narrowed
 from shardwright_search.space.demands import NO_DEMANDS
@@ -30,9 +30,7 @@ _MUCH_FASTER = 1.1
 _NEAR_BATCH = 0.25
 """The largest share by which it differs from the one that was asked for."""
 _BATCH_LIMIT_S = 1.0
-"""CPU seconds in which a plan for another batch size is searched: it need be much faster, not the fastest."""
-_EARLY_S = 0.02
-"""How much too early a timer may be."""
+"""CPU seconds in which a plan for another batch size is searched: a plan that is much faster will do."""
 
 
 class WhatIf(NamedTuple):
@@ -198,8 +196,8 @@ def better_batches(question: WhatIf, searched: SearchAnswer, deadline: float) ->
             _, result = other = answer(changed, left(ends), priced)
             if isinstance(result, SearchAnswer) and result.chosen.sample_s < wanted_s:
                 yield result.chosen
-            # If much of the time is left, it was Ctrl-C that ended the search.
-            if other.stopped and (left(ends) or 0.0) > _EARLY_S:
+            # With time left, it was Ctrl-C that ended the search.
+            if other.stopped and not expired(ends):
                 return
 
 

@@ -21,6 +21,8 @@ _AGAIN_S = 1.0
 _SOON_S = 0.01
 """Delay until it fires again if a block was about to begin or end."""
 _AT_ONCE_S = 1e-6
+_NEAR_S = 0.05
+"""Seconds before a deadline in which work that was stopped is taken to have been stopped by it, not by Ctrl-C."""
 _EARLY_S = 1e-3
 """How much too early a timer may fire: that of CPU time counts whole ticks, and is up to 5 % ahead of the clock."""
 
@@ -94,6 +96,12 @@ def soon(deadline: float) -> float:
     """Return the deadline, moved so that at least `GRACE_S` CPU seconds remain from now."""
     left_s = left(deadline)
     return deadline if left_s is None or left_s > GRACE_S else until(CpuSeconds(GRACE_S))
+
+
+def expired(deadline: float) -> bool:
+    """Return whether a deadline has passed, or is so near that a timer may have been early."""
+    left_s = left(deadline)
+    return left_s is not None and left_s < _NEAR_S
 
 
 def was_interrupted(began_s: float, time_limit_s: float | None) -> bool:

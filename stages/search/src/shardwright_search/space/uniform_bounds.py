@@ -212,10 +212,10 @@ def _most_on(problem: Problem, stage: int, number: int, each: Sequence[Options])
 
 
 def _reached(problem: Problem, each: dict[int, list[Options]]) -> Ints:
-    """Return how many layers of several types the stages may hold under each strategy, in their order.
+    """Return how many layers of several types the stages can hold under each strategy, in the order of the layers.
 
-    Each stage takes as many of the next layers as fit, which leaves the fewest for those behind: fewer layers never
-    hold more. The memory is that of the solver, with the least of embedding, head and received tensors.
+    Each stage takes as many of the next layers as fit, which leaves the fewest for the stages after it: fewer layers
+    never need more memory. It is the solver's memory, with the least of embedding, head and received tensors.
     """
     kinds, layers = list(each), problem.layers[1:-1]
     kind_of = np.array([kinds.index(kind) for kind in layers])
