@@ -28,9 +28,9 @@ def test_every_listed_device_is_there_with_what_a_roofline_needs():
         assert {"float32", "float16"} <= set(device.peaks), key
         assert device.memory_bytes and device.memory_bytes_per_s and device.link_bytes_per_s, key
         # Shorter formats are not slower, and every figure is of its unit's size.
-        formats = ("float32", "tf32", "float16", "bfloat16", "fp8")
+        formats = ("float32", "tf32", "float16", "bfloat16", "fp8", "nvfp4")
         peaks = [device.peaks[name] for name in formats if name in device.peaks]
-        assert peaks == sorted(peaks) and 1e13 < peaks[0] and peaks[-1] < 1e16, key
+        assert peaks == sorted(peaks) and 1e13 < peaks[0] and peaks[-1] < 2e16, key
         assert "fp8" not in device.peaks or 1.99 <= device.peaks["fp8"] / device.peaks["bfloat16"] <= 2.03, key
         assert 1e11 < device.memory_bytes_per_s < 1e13 and 1e10 < device.link_bytes_per_s < 1e12, key
         assert device.link == "pcie" or device.link_bytes_per_s > 1e11, key
@@ -73,6 +73,11 @@ def test_devices_that_came_later_are_as_fast_and_large_as_their_makers_say():
         assert device.memory_bytes == pytest.approx(memory_gib * GIB, rel=1e-4), key
 
 
+def test_blackwells_rates_in_nvfp4_are_its_makers():
+    figures = {"B200": 9e15, "GB200": 10e15, "B300": 13.5e15, "GB300": 15e15}
+    assert {k: d.peaks["nvfp4"] for k, d in read_devices().devices.items() if "nvfp4" in d.peaks} == figures
+
+
 def test_ampere_and_ada_without_nvlink_are_as_fast_as_their_makers_say():
     """Dense FLOP/s in bfloat16 with float32 accumulation, GiB that a driver offers, bytes/s of memory."""
     figures = {
@@ -100,6 +105,8 @@ def test_fp8_is_of_the_products_of_blocks_alone():
     other = machines_of(rates_of(read_devices(), "MI300X", 2e15), "fp8", sixteen)
     assert other.blocks.flops_per_s == pytest.approx(2e15 * 0.85 * 0.514)
     assert other.ends.flops_per_s == pytest.approx(1307.4e12 * 0.85 * 0.514) == other.blocks.attention_flops_per_s
+    four = machines_of(rates_of(read_devices(), "GB300"), "nvfp4", sixteen)
+    assert four.blocks.flops_per_s == pytest.approx(15e15 * 0.4) and four.ends.flops_per_s == 2.5e15 * 0.64
     with pytest.raises(BadInput, match="no rate for fp8 matrix products: give --matrix-tflop-s, or choose another"):
         machines_of(rates_of(read_devices(), "A100-80"), "fp8", sixteen)
 

@@ -35,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
         "qk-layernorm", "use-rope-scaling", "moe-grouped-gemm", "multi-latent-attention",
         "moe-router-pre-softmax", "moe-router-enable-expert-bias", "overlap-grad-reduce", "overlap-param-gather",
         "tp-comm-overlap", "cross-entropy-loss-fusion", "fp8-param-gather", "reuse-grad-buf-for-mxfp8-param-ag",
+        "fp4-param-gather",
     ):  # fmt: skip
         own.add_argument(f"--{name}", action="store_true")
     own.add_argument("--moe-layer-freq", type=_layers)
@@ -57,6 +58,8 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--cross-entropy-fusion-impl", choices=["native", "te"])
     own.add_argument("--fp8-format", choices=["e4m3", "hybrid"], dest="fp8")
     own.add_argument("--fp8-recipe", choices=["tensorwise", "delayed", "mxfp8", "blockwise", "custom"])
+    own.add_argument("--fp4-format", choices=["e2m1"], dest="fp4")
+    own.add_argument("--fp4-recipe", choices=["nvfp4", "custom"])
     own.add_argument("--window-size")
     own.add_argument("--optimizer", choices=["adam", "sgd"])
     return own

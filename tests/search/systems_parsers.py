@@ -31,6 +31,7 @@ _RENAMED = {
     "num_moe_experts": "num_experts",
     "gated_linear_unit": "swiglu",
     "fp8_param": "fp8_param_gather",
+    "fp4_param": "fp4_param_gather",
 }
 """Fields of megatron-core that its `core_transformer_config_from_args` takes from options of other names."""
 

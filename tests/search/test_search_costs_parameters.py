@@ -222,9 +222,13 @@ def test_a_gather_that_ends_the_optimizer_s_step_overlaps_with_nothing(make):
 
 
 @pytest.mark.parametrize(
-    ("kind", "in_mxfp8", "itemsize"), [("zero2", False, 1), ("zero2", True, 2), ("zero3", False, 1), ("zero3", True, 1)]
+    ("kind", "compute", "in_mxfp8", "itemsize"),
+    [
+        *(("zero2", "fp8", False, 1), ("zero2", "fp8", True, 2), ("zero3", "fp8", False, 1), ("zero3", "fp8", True, 1)),
+        *(("zero2", "nvfp4", True, 9 / 16), ("zero3", "nvfp4", True, 9 / 16)),
+    ],
 )
-def test_parameters_in_fp8_are_gathered_in_a_byte_each(make, kind, in_mxfp8, itemsize):
+def test_parameters_in_few_bits_are_gathered_in_them(make, kind, compute, in_mxfp8, itemsize):
     """But in MXFP8, whose two orders ZeRO-2 needs at once; norms, embedding and head stay in 16 bits."""
     model, cluster = make.model(), make.cluster(4)
     block, matrices = model.types["block"], model.types["block"].parameter_count(1)
@@ -233,31 +237,32 @@ def test_parameters_in_fp8_are_gathered_in_a_byte_each(make, kind, in_mxfp8, ite
     model = replace(model, types=model.types | {"block": block})
     profiles = make.profiles(model, cluster)
 
-    def costs(name: str, precision: str = "fp8", fp8_parameters: bool = True) -> LayerCost:
-        given = profiles._replace(held=Held(fp8_parameters=fp8_parameters), in_mxfp8=in_mxfp8)
+    def costs(name: str, precision: str = compute, narrow_parameters: bool = True) -> LayerCost:
+        given = profiles._replace(held=Held(narrow_parameters=narrow_parameters), in_mxfp8=in_mxfp8)
         model_costs = CostModel(model, cluster, given, Precision(compute=precision))
         return model_costs.layer(name, layer(kind), StageTopology("n", (2,)), 2, False)
 
-    sixteen, eight = costs("block", fp8_parameters=False), costs("block")
+    sixteen, few = costs("block", narrow_parameters=False), costs("block")
     spared_ps = (2 - itemsize) * matrices * 500
-    gathered_ps = [one.sync_ps if kind == "zero2" else one.gather_forward_ps for one in (sixteen, eight)]
+    gathered_ps = [one.sync_ps if kind == "zero2" else one.gather_forward_ps for one in (sixteen, few)]
     assert gathered_ps[0] - gathered_ps[1] == spared_ps
-    assert eight.memory == sixteen.memory
+    assert few.memory == sixteen.memory
     assert costs("block", "bfloat16") == sixteen
-    assert costs("head") == costs("head", fp8_parameters=False)
+    assert costs("head") == costs("head", narrow_parameters=False)
 
 
-def test_replicas_in_fp8_hold_both_orders_of_matrices_beside_16_bits(make):
+@pytest.mark.parametrize(("compute", "itemsize"), [("fp8", 1), ("nvfp4", 9 / 16)])
+def test_replicas_in_few_bits_hold_both_orders_of_matrices_beside_16_bits(make, compute, itemsize):
     model, cluster = make.model(), make.cluster(4)
     profiles, matrices = make.profiles(model, cluster), model.types["block"].parameter_count(1)
 
-    def held(name: str, fp8_parameters: bool, dp_size: int = 2) -> int:
-        given = profiles._replace(held=Held(fp8_parameters=fp8_parameters))
-        costs = CostModel(model, cluster, given, Precision(compute="fp8"))
+    def held(name: str, narrow_parameters: bool, dp_size: int = 2) -> int:
+        given = profiles._replace(held=Held(narrow_parameters=narrow_parameters))
+        costs = CostModel(model, cluster, given, Precision(compute=compute))
         return costs.layer(
             name, layer("ddp", dp_size=dp_size), StageTopology("n", (dp_size,)), dp_size, False
         ).state_bytes
 
-    assert held("block", True) - held("block", False) == 2 * matrices
+    assert held("block", True) - held("block", False) == 2 * itemsize * matrices
     assert held("block", True, dp_size=1) == held("block", False, dp_size=1)
     assert held("embedding", True) == held("embedding", False)

@@ -93,6 +93,7 @@ def test_plans_that_share_experts_have_a_plain_and_a_tuned_time():
         pytest.param("bfloat16", "", {_OVERLAP, "--cuda-graph-scope attn moe_router moe_preprocess"}, _FUSED),
         pytest.param("bfloat16", ",recompute=mlp", set(), _OVERLAP),
         pytest.param("bfloat16", ",pp=2", {"--cuda-graph-impl transformer_engine"}, _OVERLAP),
+        pytest.param("nvfp4", "", {_OVERLAP, _FUSED, "--cuda-graph-impl full_iteration"}, "--cuda-graph-scope"),
         pytest.param("fp8", "", {_OVERLAP, _FUSED, "--cuda-graph-impl full_iteration"}, "--cuda-graph-scope"),
     ],
 )

@@ -69,7 +69,7 @@ _NEMOTRON = {
 
 It has the same parameters and products, and keeps a third more of the feed-forward's activations.
 """
-_COMPUTE = {"BF16": "bfloat16", "FP8": "fp8", "FP8-CS": "fp8", "MXFP8": "fp8"}
+_COMPUTE = {"BF16": "bfloat16", "FP8": "fp8", "FP8-CS": "fp8", "MXFP8": "fp8", "NVFP4": "nvfp4"}
 _MACHINES = {
     "H100": Machine("H100-SXM", ((10_000, 3200.0),)),
     "H200": Machine("H200", ((10_000, 3200.0),)),
@@ -165,7 +165,7 @@ def _v51_rows(folder: Path) -> Iterator[Row]:
         vp = row["vp"] if row["vp"] not in ("", "null") else "1"
         yield {
             "model": {"llama31_8b": "llama3-8b", "llama31_405b": "llama3-405b"}.get(row["benchmark"], row["benchmark"]),
-            "precision": "FP8" if row["fp8"] == "True" and row["fp4"] != "True" else "not FP8, or not stated",
+            "precision": "NVFP4" if row["fp4"] == "True" else "FP8" if row["fp8"] == "True" else "not stated",
             "gpu": _V51_GPUS.get(row["gpu"], row["gpu"]),
             "num_gpus": row["gpus"],
             "seq_len": row["seq_len"],
@@ -289,7 +289,7 @@ def _run(folder: Path, row: Row, habits: tuple[tuple[str, Any], ...]) -> Run:
 def _set_of(row: Row) -> str:
     """The set that a row is scored in: Grok-1, half of the older rows with experts, is beside the others."""
     source = next((name for name, mark in _MARKS.items() if mark in row["source"]), "nvidia")
-    precision = "BF16" if _COMPUTE[row["precision"]] == "bfloat16" else "FP8"
+    precision = {"bfloat16": "BF16", "fp8": "FP8", "nvfp4": "NVFP4"}[_COMPUTE[row["precision"]]]
     if row["model"] == "grok1-314b":
         return f"nvidia {precision} Grok-1"
     if row["model"] in _EXPERTS:

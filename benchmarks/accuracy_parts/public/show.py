@@ -42,6 +42,7 @@ def _has_experts(run: Run) -> bool:
 _KINDS: dict[str, Callable[[Run], bool]] = {
     "dense, BF16": lambda run: _is_dense(run) and run.compute == "bfloat16",
     "dense, FP8": lambda run: _is_dense(run) and run.compute == "fp8",
+    "dense, NVFP4": lambda run: _is_dense(run) and run.compute == "nvfp4",
     "dense, Blackwell": lambda run: _is_dense(run) and "B" in run.machine.device,
     "experts but Grok-1": lambda run: "experts" in run.set,
     "the same, containers 26.06 and later": lambda run: "26.06" in run.set,

@@ -41,7 +41,8 @@ ACCELERATOR = Accelerator(
 
 @cache
 def _setting(precision: str = "bfloat16"):
-    return question_of(AdviseOptions(model="llama-2-7b", gpus="2x8:H100-SXM", batch=64, precision=precision)).setting
+    gpus = "2x8:B200" if precision == "nvfp4" else "2x8:H100-SXM"
+    return question_of(AdviseOptions(model="llama-2-7b", gpus=gpus, batch=64, precision=precision)).setting
 
 
 def _toml(changes):
@@ -296,6 +297,19 @@ def test_products_in_fp8_are_taken_where_the_question_asks_for_them(tmp_path):
         assert reading_of(str(tmp_path / name), _setting("fp8")).plan.precision.compute == "fp8"
         with pytest.raises(BadInput, match="is not priced"):
             reading_of(str(tmp_path / name), _setting())
+
+
+def test_products_in_nvfp4_are_taken_where_the_question_asks_for_them(tmp_path):
+    taken = {
+        "args.txt": f"{ARGUMENTS} --fp4-format e2m1 --fp4-recipe nvfp4 --fp4-param-gather",
+        "recipe.py": RECIPE.format("cfg.mixed_precision = 'bf16_with_nvfp4_mixed'"),
+    }
+    for name, text in taken.items():
+        (tmp_path / name).write_text(text)
+        assert reading_of(str(tmp_path / name), _setting("nvfp4")).plan.precision.compute == "nvfp4"
+        for other in ("bfloat16", "fp8"):
+            with pytest.raises(BadInput, match="is not priced"):
+                reading_of(str(tmp_path / name), _setting(other))
 
 
 def test_a_pipeline_of_torchtitan_runs_the_schedule_that_it_names(tmp_path):

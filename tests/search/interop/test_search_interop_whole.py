@@ -25,6 +25,7 @@ from shardwright_search.uniform_plan import uniform_plan
 PLAN = Path("plan.json")
 EVERY = GradientReduction.EVERY_MICROBATCH
 FP8 = Precision(compute="fp8")
+NVFP4 = Precision(compute="nvfp4")
 
 
 def named(make, name: str, device: str = "NVIDIA H100 80GB HBM3", adapter: dict | None = None, **changes) -> Plan:
@@ -82,6 +83,27 @@ def test_fp8_is_exported_with_the_scaling_that_the_device_has(make, device, reci
     for system in (System.DEEPSPEED, System.ACCELERATE, System.GALVATRON):
         with pytest.raises(BadInput, match="cannot express precision float32/fp8/float32"):
             SYSTEMS[system].export(plan, PLAN)
+
+
+def test_nvfp4_is_exported_to_megatron_and_nowhere_else(make):
+    plan = named(make, "llama-3-8b", "NVIDIA GB300", precision=NVFP4)
+    given = megatron(plan)
+    assert (given.bf16, given.fp4_recipe, given.fp4, given.fp8) == (True, "nvfp4", "e2m1", None)
+    assert given.fp4_param_gather and not given.fp8_param_gather and given.cross_entropy_loss_fusion
+    assert "cfg.mixed_precision = 'bf16_with_nvfp4_mixed'" in SYSTEMS[System.MEGATRON_BRIDGE].export(plan, PLAN).text
+    for system in (System.MEGATRON, System.MEGATRON_BRIDGE):
+        entry, text = SYSTEMS[system], SYSTEMS[system].export(plan, PLAN).text
+        TAKEN[system](text)
+        read = entry.read(text, entry.file_name, Setting(plan.model, plan.cluster, 32, NVFP4)).plan
+        assert read.layers == plan.layers and read.precision == NVFP4
+    replicas = megatron(named(make, "llama-3-8b", "NVIDIA B200", data_parallel=DataParallel.DDP, precision=NVFP4))
+    assert replicas.fp4 and not replicas.fp4_param_gather
+    sharded = named(make, "llama-3-8b", "NVIDIA B200", data_parallel=DataParallel.ZERO3, precision=NVFP4)
+    with pytest.raises(BadInput, match=r"cannot express layers\[0\]: zero3 in nvfp4: choose zero2"):
+        SYSTEMS[System.MEGATRON].export(replace(sharded, gradient_reduction=EVERY), PLAN)
+    for system in (System.DEEPSPEED, System.ACCELERATE, System.GALVATRON, System.TORCHTITAN):
+        with pytest.raises(BadInput, match="cannot express precision float32/nvfp4/float32"):
+            SYSTEMS[system].export(replace(plan, gradient_reduction=EVERY), PLAN)
 
 
 def test_parameters_in_fp8_are_asked_for_as_far_as_the_price_assumes_them(make):

@@ -36,7 +36,7 @@ class Device(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Names of the device as its driver gives them."""
     short_names: tuple[_Text, ...] = ()
     """Short names that stand for this device, although several similar ones exist."""
-    peaks: dict[Literal["float32", "tf32", "float16", "bfloat16", "fp8"], Rate] = {}  # noqa: RUF012 (msgspec copies it)
+    peaks: dict[Literal["float32", "tf32", "float16", "bfloat16", "fp8", "nvfp4"], Rate] = {}  # noqa: RUF012 (msgspec copies it)
     """Dense matrix products by number format, in FLOP/s."""
     peaks_source: _Text | None = None
     best_product: _Share | None = None
@@ -45,7 +45,7 @@ class Device(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     best_fp8_product: _Share | None = None
     """Share of the peak that the best matrix product in FP8 was measured to reach."""
     best_fp8_product_source: _Text | None = None
-    reached: dict[Literal["bfloat16", "fp8"], _Share] = {}  # noqa: RUF012 (msgspec copies it)
+    reached: dict[Literal["bfloat16", "fp8", "nvfp4"], _Share] = {}  # noqa: RUF012 (msgspec copies it)
     """Share of the peak that products of whole training steps reach, if it differs from what `best_product` implies."""
     reached_source: _Text | None = None
     mxfp8: bool = False

@@ -5,6 +5,7 @@ prediction and the accuracy benchmark count the same.
 """
 
 from enum import StrEnum
+from math import ceil
 
 from msgspec.structs import replace
 
@@ -40,10 +41,10 @@ class Held(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whether gradients in the compute format are kept in addition to the wider ones that data parallelism reduces."""
     fused_gate: bool = False
     """Whether a gate's activation and product are one kernel, which keeps what enters it and no activation."""
-    fp8_inputs: bool = False
-    """Whether inputs of products in FP8 are kept in it: a byte each."""
-    fp8_parameters: bool = False
-    """Whether matrices of products in FP8 are parameters in it, which ZeRO gathers; under DDP their copies in FP8, in
+    narrow_inputs: bool = False
+    """Whether inputs of products in FP8 or NVFP4 are kept in it."""
+    narrow_parameters: bool = False
+    """Whether matrices of products in FP8 or NVFP4 are parameters in it, which ZeRO gathers; under DDP their copies, in
     both orders, stay all step long in addition to parameters in 16 bits."""
     every_second_product: bool = False
     """Whether selective recomputation keeps attention and every second product only."""
@@ -67,10 +68,10 @@ class Held(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
             words.append(f"{', '.join(self.recomputed)} recomputed (--recompute-modules)")
         return ", ".join(words) + (f", {self.reserved:g} times its tensors reserved" if self.reserved != 1 else "")
 
-    def part(self, part: Part, itemsize: int, in_fp8: bool, is_sharded: bool) -> Part:
-        """Return a part of a layer with the tensors that this runtime saves, with or without products in FP8.
+    def part(self, part: Part, itemsize: int, narrow_bits: float | None, is_sharded: bool) -> Part:
+        """Return a part of a layer with the tensors that this runtime saves.
 
-        `itemsize` is the compute format's.
+        `itemsize` is the compute format's. `narrow_bits`: of an element of its products in FP8 or NVFP4, if they are.
         `is_sharded`: tensor-parallel ranks shard it.
         """
         kept = self._without_recomputed(replace(part, inside=part.inside - self.fused_gate * part.gate))
@@ -79,14 +80,18 @@ class Held(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
             # Of the largest tensor there are two, itself and its gradient.
             size = (of_logit - itemsize) * part.logits // 2
             kept = replace(kept, widest_bytes=max(kept.widest_bytes, size))
-        if not (self.fp8_inputs and in_fp8):
+        if not self.narrow_inputs or narrow_bits is None:
             return kept
+
+        def spared(inputs: int) -> int:
+            return itemsize * inputs - ceil(inputs * narrow_bits / 8)
+
         # Attention keeps its result, too, which its backward pass needs as it was.
         return replace(
             kept,
-            inside_bytes=kept.inside_bytes - (itemsize - 1) * kept.inputs + part.attended,
-            whole_bytes=kept.whole_bytes - (itemsize - 1) * kept.whole_inputs,
-            outside_bytes=kept.outside_bytes - (itemsize - 1) * kept.outside_inputs,
+            inside_bytes=kept.inside_bytes - spared(kept.inputs) + part.attended,
+            whole_bytes=kept.whole_bytes - spared(kept.whole_inputs),
+            outside_bytes=kept.outside_bytes - spared(kept.outside_inputs),
         )
 
     def _without_recomputed(self, part: Part) -> Part:
@@ -108,8 +113,8 @@ _WORDS = (
     ("whole_gradients", "all gradients held all step long"),
     ("compute_gradients", "gradients in the compute format beside reduced ones"),
     ("fused_gate", "gates in one kernel"),
-    ("fp8_inputs", "inputs of FP8 products in a byte"),
-    ("fp8_parameters", "parameters of FP8 products gathered in FP8"),
+    ("narrow_inputs", "inputs of FP8 and NVFP4 products kept in these formats"),
+    ("narrow_parameters", "parameters of FP8 and NVFP4 products gathered in these formats"),
     ("every_second_product", "every second product recomputed"),
     ("gathered_inputs", "gathered inputs of blocks kept"),
 )
@@ -128,8 +133,8 @@ BY_MEGATRON_CORE = Held(
     loss_bytes=6,
     whole_gradients=True,
     fused_gate=True,
-    fp8_inputs=True,
-    fp8_parameters=True,
+    narrow_inputs=True,
+    narrow_parameters=True,
     ties=True,
     reserved=_RESERVED,
 )
@@ -137,8 +142,9 @@ BY_MEGATRON_CORE = Held(
 entropy (core/fusions/fused_cross_entropy.py), as its validate_args refuses Transformer Engine's: logits or their
 gradient in bf16 beside the softmax in float32;
 megatron/core/fusions/fused_bias_swiglu.py keeps its input; Transformer Engine's linear.py keeps inputs quantized, and
-weights with their transpose over all micro-batches; --fp8-param-gather, which needs the distributed optimizer, makes
-these the parameters, and sends a byte of each but in MXFP8 (core/distributed/param_and_grad_buffer.py);
+weights with their transpose over all micro-batches; --fp8-param-gather and --fp4-param-gather, which need the
+distributed optimizer, make these the parameters, and send them but in MXFP8
+(core/distributed/param_and_grad_buffer.py);
 megatron/core/models/gpt/gpt_model.py: the output layer of the embedding's stage has no weight of its own."""
 BY_TORCHTITAN = Held(loss_bytes=12, sharded_loss_bytes=18, every_second_product=True, reserved=1.12)
 """torchtitan/components/loss.py: cross entropy of float32 logits, as transformers'; under tensor parallelism

@@ -36,9 +36,9 @@ from shardwright.plan.parameter_groups import parameter_groups
 from shardwright.plan.schedules.passes import Pass
 from shardwright.types import (
     EMBEDDING,
-    FP8,
     HEAD,
     ITEMSIZE,
+    NARROW_BITS,
     LayerType,
     Model,
     Precision,
@@ -286,9 +286,9 @@ def _local_experts(model: Model, type_name: str) -> int | None:
 
 
 def _kept(parts: Sequence[Part], type_name: str, precision: Precision, held: Held, share: _Share) -> list[Part]:
-    """Return the parts with the tensors that a runtime saves; products of embedding and head are not in FP8."""
-    in_fp8 = precision.compute == FP8 and type_name not in (EMBEDDING, HEAD)
-    return [held.part(part, share.itemsize, in_fp8, share.inside < 1) for part in parts]
+    """Return the parts with the tensors that a runtime saves; of embedding and head as in 16 bits."""
+    bits = None if type_name in (EMBEDDING, HEAD) else NARROW_BITS.get(precision.compute)
+    return [held.part(part, share.itemsize, bits, share.inside < 1) for part in parts]
 
 
 def estimate_experts(model: Model, key: ExpertKey, precision: Precision, machine: Machine) -> LayerFigures[float]:

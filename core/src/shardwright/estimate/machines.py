@@ -1,6 +1,6 @@
 """Achievable rates of a device: its published rates times efficiencies, for a runtime."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
@@ -9,7 +9,7 @@ from shardwright.estimate.layers import ATTENTION_BACKWARD, FLASH2_BACKWARD, Exp
 from shardwright.estimate.messages import Link, moved_bytes
 from shardwright.estimate.runtimes import SHARDWRIGHT, AttentionKernel, Runtime
 from shardwright.io import BadInput
-from shardwright.types import EMBEDDING, FP8, HEAD
+from shardwright.types import EMBEDDING, FP8, HEAD, NARROW_BITS, NVFP4
 from shardwright.types.hardware_profile import Collective
 
 FP8_ATTENTION = 1.5
@@ -83,13 +83,18 @@ def rates_of(
 
 
 def matrix_efficiency(rates: Rates, efficiencies: Efficiencies, compute: str = "bfloat16") -> float:
-    """Return the share of a device's published rate that large products reach; FP8 has the 16-bit share by default."""
+    """Return the share of a device's published rate that large products reach; by default that of 16 bits."""
     if efficiencies.matrix is not None:
         return efficiencies.matrix
-    if (reached := rates.device.reached.get("fp8" if compute == FP8 else "bfloat16")) is not None:
+    if (reached := rates.device.reached.get(_format(compute))) is not None:
         return reached
     best = (rates.device.best_fp8_product if compute == FP8 else None) or rates.device.best_product
     return UNKNOWN_PRODUCT if best is None else TYPICAL_PRODUCT * best
+
+
+def _format(compute: str) -> Literal["bfloat16", "fp8", "nvfp4"]:
+    """Return the format whose figures of whole steps a number format has."""
+    return NVFP4 if compute == NVFP4 else FP8 if compute == FP8 else "bfloat16"
 
 
 def flash_share(device: Device, kernel: AttentionKernel) -> tuple[float | None, str | None]:
@@ -120,7 +125,7 @@ def machine_of(
         runtime.whole_scores_from,
         runtime.copies_gathers,
         ExpertHabits(
-            runtime.graphs, runtime.kernels_an_expert[compute == FP8], runtime.fused_experts, runtime.bias_bytes
+            runtime.graphs, runtime.kernels_an_expert[compute in NARROW_BITS], runtime.fused_experts, runtime.bias_bytes
         ),
         # torch.compile keeps of a gated feed-forward what products take and give: of a Llama block 17 times the stream
         # in place of 20, low-rank matrices or not (functorch's min-cut partitioner).
@@ -129,7 +134,7 @@ def machine_of(
 
 
 class Machines(NamedTuple):
-    """Achievable rates of a device in blocks, and in embedding and head, whose products are never in FP8."""
+    """Achievable rates of a device in blocks, and in embedding and head, whose products are never in FP8 or NVFP4."""
 
     blocks: Machine
     ends: Machine
@@ -144,16 +149,17 @@ def machines_of(
 ) -> Machines:
     """Return the achievable rates in a number format; raise BadInput if neither table nor option has a figure.
 
-    FP8 is of products with a block's weights: attention, embedding and head stay in bfloat16, at the table's rate.
+    FP8 and NVFP4 are of products with a block's weights: attention, embedding and head stay in bfloat16, at the table's
+    rate.
     """
-    if compute != FP8:
+    if compute not in NARROW_BITS:
         machine = machine_of(rates, compute, efficiencies, runtime, compiled)
         return Machines(machine, machine)
     ends = machine_of(rates._replace(matrix_flops_per_s=None), "bfloat16", efficiencies, runtime, compiled)
     attention = ends.attention_flops_per_s or ends.flops_per_s
     blocks = ends._replace(
-        flops_per_s=rates.matrix(FP8) * matrix_efficiency(rates, efficiencies, FP8),
-        attention_flops_per_s=attention * (FP8_ATTENTION if runtime.fp8_attention else 1),
+        flops_per_s=rates.matrix(compute) * matrix_efficiency(rates, efficiencies, compute),
+        attention_flops_per_s=attention * (FP8_ATTENTION if runtime.fp8_attention and compute == FP8 else 1),
         experts=ends.experts._replace(kernels=runtime.kernels_an_expert[True]),
     )
     return Machines(blocks, ends)

@@ -10,7 +10,7 @@ from shardwright.estimate.messages import NETWORK_STEP_S, START_S
 from shardwright.estimate.overlap import Overlap
 from shardwright.estimate.runtimes import OPERATOR_S, AttentionKernel, Runtime
 from shardwright.plan.process_groups import COMMUNICATOR_BYTES
-from shardwright.types import FP8, MIB
+from shardwright.types import MIB, NARROW_BITS
 
 SEEN_ERROR = (
     "seen against 272 measured layer times of FASOP (A100, A10) and Sailor (V100, A100, GH200): "
@@ -21,9 +21,9 @@ SEEN_LINK_ERROR = (
 )
 """Errors with the default efficiencies; `benchmarks/analytic.py` computes both."""
 
-_FP8_NOTES = (
-    "Products with the weights of blocks are in FP8; attention, embedding and head, and what is kept and sent, are in "
-    "bfloat16. Casts and the second copy of the weights are not counted.",
+_NARROW_NOTE = (
+    "Products with the weights of blocks are in {}; attention, embedding and head, and what is kept and sent, are in "
+    "bfloat16. Casts and the second copy of the weights are not counted."
 )
 
 
@@ -92,7 +92,7 @@ def model_notes(
             + f"; {_origin(rates.memory_bytes_per_s, device.memory_bytes_per_s_source)}.",
             _link_note(rates, efficiencies),
             _attention_note(rates, efficiencies, runtime),
-            *(_FP8_NOTES if compute == FP8 else ()),
+            *((_NARROW_NOTE.format(compute.upper()),) if compute in NARROW_BITS else ()),
             _launch_note(runtime, compiled),
             "Activations are those of Korthikanti et al. (2022), derived from the model's own shapes; workspace is the "
             "largest tensor of a part with its gradient, and what is replayed.",

@@ -27,7 +27,7 @@ from shardwright.io.table import Source, Sourced, Table
 from shardwright.io.versions import PRODUCT, versions_text
 from shardwright.key import LayerKey
 from shardwright.optimizers.registry import ADAMW
-from shardwright.types import EMBEDDING, FP8, HEAD, ITEMSIZE, Cluster, Model, Precision, misfit, profiled_as
+from shardwright.types import EMBEDDING, HEAD, ITEMSIZE, NARROW_BITS, Cluster, Model, Precision, misfit, profiled_as
 from shardwright.types.dispatcher import Dispatcher
 from shardwright.types.hardware_profile import HardwareProfile
 from shardwright.types.model_profile import (
@@ -69,8 +69,9 @@ def model_profile(
     precision = settings.precision
     kernel, attention = attention_of(runtime, settings.attention)
     runtime, settings = replace(runtime, attention=kernel), replace(settings, attention=attention)
-    if precision.compute == FP8 and attention in SCORES_KEPT:
-        raise BadInput("--settings", f"attention {attention}: is not estimated with fp8", "take auto or sdpa")
+    if precision.compute in NARROW_BITS and attention in SCORES_KEPT:
+        problem = f"attention {attention}: is not estimated with {precision.compute}"
+        raise BadInput("--settings", problem, "take auto or sdpa")
     compute = "tf32" if precision.tf32 else precision.compute
     machines = machines_of(rates, compute, efficiencies, runtime, settings.compile)
     described = [one for _, one in models]

@@ -8,7 +8,7 @@ pipelines between nodes.
 from collections.abc import Mapping
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 from msgspec.structs import replace
@@ -102,7 +102,7 @@ class Runtime(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fp8_attention: bool = False
     """Whether attention is in FP8 too if products are."""
     kernels_an_expert: tuple[int, int] = (0, 0)
-    """Kernels that it starts for each local expert in a forward pass, in 16 bits and in FP8."""
+    """Kernels that it starts for each local expert in a forward pass, in 16 bits and in fewer."""
     bias_bytes: int = 0
     """Bytes that a forward pass writes, and reads, for each element of a row whose experts have biases."""
     whole_scores_from: int | None = None
@@ -134,10 +134,11 @@ class Runtime(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
             f"{experts}"
         )
 
-    def tuned(self, mxfp8: bool) -> "Runtime | None":
+    def tuned(self, scaled_in: Literal["mxfp8", "nvfp4"] | None) -> "Runtime | None":
         """Return the runtime with the expert settings of its tuned recipes; None: it has no such recipes.
 
-        `mxfp8`: products are in FP8, on devices that have MXFP8. (Megatron-Bridge 067f987, perf_recipes.)
+        `scaled_in`: format of products that are scaled in small blocks; None: they are not. (Megatron-Bridge 067f987
+        and 0.6.2, perf_recipes.)
         """
         if self.name is not RuntimeName.MEGATRON_CORE:
             return None
@@ -145,9 +146,9 @@ class Runtime(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
             self,
             dispatcher=Dispatcher.PER_NODE,
             overlaps_experts=True,
-            graphs=Graphs.FULL if mxfp8 else Graphs.PARTIAL,
-            fused_experts=mxfp8,
-            fp8_attention=mxfp8,
+            graphs=Graphs.FULL if scaled_in else Graphs.PARTIAL,
+            fused_experts=scaled_in is not None,
+            fp8_attention=scaled_in == "mxfp8",
         )
 
 

@@ -7,7 +7,7 @@ from shardwright.models.facts import Family
 from shardwright.models.registry import FAMILIES
 from shardwright.models.traits import Mask
 from shardwright.plan.axes import axes_of
-from shardwright.types import FP8, Attention, Cluster, ContextParallel, Model, Plan, Precision
+from shardwright.types import NARROW_BITS, Attention, Cluster, ContextParallel, Model, Plan, Precision
 
 WITHOUT_FLASH = "attends to no positions of other ranks, as cp_size asks for"
 """The reason why flash_attention_2 is not used with context parallelism."""
@@ -27,7 +27,7 @@ def gpu_format(precision: Precision, cluster: Cluster) -> str | None:
     """Return the number format in which a plan's attention computes on GPUs, or None on CPU."""
     if any(cluster.node_types[group.node_type].on_cpu for group in cluster.nodes):
         return None
-    return "bfloat16" if precision.compute == FP8 else precision.compute
+    return "bfloat16" if precision.compute in NARROW_BITS else precision.compute
 
 
 def context_obstacle(

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from enum import StrEnum
-from typing import Annotated, Literal, assert_never
+from typing import Annotated, Final, Literal, assert_never
 
 from msgspec import UNSET, Meta, UnsetType, to_builtins
 
@@ -16,9 +16,12 @@ from shardwright.types.model import EMBEDDING, HEAD, LayerType, Model
 from shardwright.types.strategy import ContextParallel, LayerStrategy, SequenceParallel, Strategy
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
-FP8 = "fp8"
-"""Format of products with a block's weights in 8 bits, everything else in bfloat16; estimated, not run."""
-ComputeType = Literal["float64", "float32", "bfloat16", "float16", "fp8"]
+FP8: Final = "fp8"
+NVFP4: Final = "nvfp4"
+NARROW_BITS = {FP8: 8.0, NVFP4: 4.5}
+"""Bits of an element in the formats of products with a block's weights, which leave everything else in bfloat16; these
+are estimated, not run. 16 elements of NVFP4 share a scale of 8 bits (NVIDIA 2025, arXiv 2509.25149)."""
+ComputeType = Literal["float64", "float32", "bfloat16", "float16", "fp8", "nvfp4"]
 OptimizerName = Literal["adamw", "adamw-bf16", "adamw-8bit", "sgd", "lion", "muon"]
 Base = Literal["8bit", "4bit"]
 BASE_BITS = {"8bit": 8.0, "4bit": 4.127}
@@ -65,8 +68,8 @@ class Precision(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     parameters: DType = "float32"
     """Number format of the stored parameters and the optimizer state."""
     compute: ComputeType = "float32"
-    """Number format of the forward and backward pass; fp8 is estimated, not run, and is the format of products with the
-    weights of blocks: everything else is bfloat16."""
+    """Number format of the forward and backward pass; fp8 and nvfp4 are estimated, not run, and are formats of
+    products with the weights of blocks: everything else is bfloat16."""
     reduce: DType = "float32"
     """Number format of accumulated gradients and their reduction."""
     tf32: bool = False
@@ -91,8 +94,8 @@ def profiled_as(precision: Precision, compile: bool) -> str:
     return precision.text + (" compiled" if compile else "")
 
 
-ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, FP8: 2}
-"""Bytes of one element of a tensor in each number format; tensors around FP8 products are kept and sent in bfloat16."""
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, FP8: 2, NVFP4: 2}
+"""Bytes of one element of a tensor in each number format; tensors around narrow products are bfloat16."""
 
 
 class PipelineStage(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -94,8 +94,8 @@ class AdviseOptions(TrainedParts, frozen=True, kw_only=True):
     against: tuple[str, ...] = ()
     """A choice to price beside the best plan: tp=8,pp=4,mbs=1,zero=1, a file of another system as --launch writes it
     (Megatron-LM arguments, a torchtitan TOML), or rule:tp8, rule:smallest, rule:nvidia-table."""
-    precision: Literal["float32", "bfloat16", "float16", "fp8"] = "bfloat16"
-    """Type of forward and backward (fp8: of blocks' products, only estimated)."""
+    precision: Literal["float32", "bfloat16", "float16", "fp8", "nvfp4"] = "bfloat16"
+    """Type of forward and backward (fp8 and nvfp4: of blocks' products, only estimated)."""
     parameters: Literal["float32", "bfloat16"] | None = None
     """Type of stored parameters and of the optimizer's states; by default float32, and bfloat16 with --lora, as such
     runs have it."""
@@ -249,7 +249,7 @@ class UniformRequest(Options, frozen=True, kw_only=True):
     precision_parameters: DType = "float32"
     """Type of stored parameters."""
     precision_compute: ComputeType = "float32"
-    """Type of forward and backward; fp8 is only estimated."""
+    """Type of forward and backward; fp8 and nvfp4 are only estimated."""
     precision_reduce: DType = "float32"
     """Type of gradient reduction."""
     optimizer: OptimizerName = "adamw"

@@ -27,6 +27,8 @@ from shardwright.types import (
     FP8,
     GIB,
     MAX_DEVICES,
+    NARROW_BITS,
+    NVFP4,
     Attention,
     Cluster,
     Estimate,
@@ -53,7 +55,7 @@ _MAX_INTERLEAVED = 2**16
 """The largest batch that interleaved schedules are searched for: of more microbatches bubbles are no share."""
 _CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
 """Layer ranges of a stage that are searched: published plans have up to 8 (MLPerf, 405B) and 12 (NVIDIA, GPT-3)."""
-_FP8_ASSUMED = ("fp8: products with the weights of blocks alone, without their casts; estimated, not trained here",)
+_NARROW_ASSUMED = "{}: products with the weights of blocks alone, without their casts; estimated, not trained here"
 _HOST_SHARE = 2
 """Host memory of a node over the memory of its GPUs, as systems for training have it or more; an assumption."""
 _FORMATS = ("bfloat16", "float16", "float32")
@@ -149,8 +151,9 @@ def question_of(options: AdviseOptions) -> Question:
         raise BadInput("--offload", f"plans for {options.target} have none", "leave it out, or leave out --for")
     if options.base is not None and model.trained_count == model.parameter_count:
         raise BadInput("--base", f"{options.base} is for frozen parameters, but all are trained", "give --lora, too")
-    if options.precision == FP8 and attention is Attention.EAGER:
-        raise BadInput("--attention", "eager attention is not estimated with fp8", "take flash2 or flash3")
+    if options.precision in NARROW_BITS and attention is Attention.EAGER:
+        problem = f"eager attention is not estimated with {options.precision}"
+        raise BadInput("--attention", problem, "take flash2 or flash3")
     batch = options.batch or _usual_batch(model, machines.cluster)
     unsaid: tuple[str, ...] = (
         () if options.batch else (f"batch: {batch} samples, about 4 Mi tokens a step as published runs took (--batch)",)
@@ -188,7 +191,7 @@ def question_of(options: AdviseOptions) -> Question:
     named_by = "--runtime" if options.runtime is not None or options.target is None else f"--for {options.target}"
     habits = f"{runtime.text}, of {'compiled' if options.compile else 'eager'} blocks ({named_by})"
     sources = (f"{runtime.name}: {source}" for source in runtime.sources)
-    formats = (*(_FP8_ASSUMED if options.precision == FP8 else ()), *_formats_assumed(options))
+    formats = tuple(_formats_assumed(options))
     logged = (f"experts get positions as in {load.path} (--imbalance)",) if isinstance(load, LoadFile) else ()
     assumed = (f"shapes: {source}", *unsaid, *machines.assumed, habits, *sources, *formats, *logged, MEMORY_SEEN)
     return Question(
@@ -214,7 +217,8 @@ def _runtimes(options: AdviseOptions, model: Model, machines: Machines) -> tuple
     """Return the assumed runtime, and its variant that exchanges experts' rows in the other way, if it has one."""
     plain = options.assumed_of(SHARDWRIGHT if options.target is None else SYSTEMS[options.target].runtime)
     mxfp8 = options.precision == FP8 and all(device.mxfp8 for device in machines.devices.values())
-    tuned = plain.tuned(mxfp8) if any(kind.experts is not UNSET for kind in model.types.values()) else None
+    sparse = any(kind.experts is not UNSET for kind in model.types.values())
+    tuned = plain.tuned(NVFP4 if options.precision == NVFP4 else "mxfp8" if mxfp8 else None) if sparse else None
     if tuned is not None and options.target is not None:
         # No argument of Megatron-LM, and no field of a recipe with a named precision, asks for it.
         tuned = replace(tuned, fp8_attention=False)
@@ -225,7 +229,9 @@ def _runtimes(options: AdviseOptions, model: Model, machines: Machines) -> tuple
 
 
 def _formats_assumed(options: AdviseOptions) -> Iterator[str]:
-    """Yield sentences on the assumed number formats of parameters and optimizer states."""
+    """Yield sentences on the assumed number formats of products, parameters and optimizer states."""
+    if options.precision in NARROW_BITS:
+        yield _NARROW_ASSUMED.format(options.precision)
     if options.formats.parameters != "float32" and options.parameters is None:
         yield "parameters, gradients and the optimizer's states in bfloat16, as runs of --lora have them (--parameters)"
     if options.base is not None:

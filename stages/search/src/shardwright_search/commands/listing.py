@@ -101,7 +101,8 @@ def _devices_table(table: DeviceTable) -> SplitTable:
         PrintedColumn("GiB", [scaled(each.memory_bytes, GIB) for each in devices]),
         PrintedColumn("16 bit", [scaled(rate, 1e12) for rate in rates]),
         PrintedColumn("fp8", [scaled(each.peak("fp8"), 1e12) for each in devices]),
-        PrintedColumn("source of 16 bit and fp8", [each.peaks_source or _NOTHING for each in devices], True, True),
+        PrintedColumn("nvfp4", [scaled(each.peak("nvfp4"), 1e12) for each in devices]),
+        PrintedColumn("source of these rates", [each.peaks_source or _NOTHING for each in devices], True, True),
     ]
     title = f"devices ({table.revised}): memory in GiB, dense matrix products in TFLOP/s"
     return SplitTable(title, columns, len(table.devices))

@@ -28,7 +28,7 @@ from shardwright.plan.parameter_groups import ParameterGroup
 from shardwright.types.hardware_profile import Collective, GroupKind
 from shardwright.types.model import EMBEDDING, HEAD, LayerType, Model, Parameter
 from shardwright.types.model_profile import StateRow
-from shardwright.types.plan import BASE_BITS, FP8, ITEMSIZE, Precision
+from shardwright.types.plan import BASE_BITS, FP8, ITEMSIZE, NARROW_BITS, Precision
 from shardwright.types.strategy import DataParallel, ExpertGrid, Strategy
 from shardwright_search.cost_model.collectives import (
     Duration,
@@ -49,8 +49,8 @@ from shardwright_search.cost_model.topology import (
 )
 from shardwright_search.step.pareto import Numbers
 
-_FP8_ORDERS = 2
-"""Copies of a matrix in FP8, a byte each: as products of the forward pass and of the backward pass read it."""
+_ORDERS = 2
+"""Copies of a matrix in FP8 or NVFP4: as products of the forward pass and of the backward pass read it."""
 
 
 class ParameterMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +61,7 @@ class ParameterMemory(msgspec.Struct, frozen=True, kw_only=True):
     gathered_parameters: int
     """Compute copies that stay for the whole step: cP under ZeRO-2 and DDP, unless the stored ones are used directly.
 
-    Copies in FP8 come on top where the runtime does not compute with parameters in FP8 themselves.
+    Copies in FP8 or NVFP4 come on top where the runtime does not compute with parameters in these themselves.
 
     Under ZeRO-3 that is the gather buffer of the model's first layer, which FSDP2 keeps until the next gather.
     """
@@ -166,8 +166,9 @@ def parameter_memory(
     if quantized := _quantized(kind, precision):
         largest = max(p.numel(axes.tensor.size) for p in quantized)
         memory = msgspec.structs.replace(memory, buffers=memory.buffers + ITEMSIZE[precision.compute] * largest)
-    if held.fp8_parameters and precision.compute == FP8 and replicated:
-        copies = _FP8_ORDERS * sum(p.numel(axes.tensor.size) for p in _products(kind))
+    if held.narrow_parameters and precision.compute in NARROW_BITS and replicated:
+        matrices = sum(p.numel(axes.tensor.size) for p in _products(kind))
+        copies = _ORDERS * ceil(matrices * NARROW_BITS[precision.compute] / 8)
         memory = msgspec.structs.replace(memory, gathered_parameters=memory.gathered_parameters + copies)
     if not held.whole_gradients or zero3:
         return memory
@@ -178,14 +179,14 @@ def parameter_memory(
 
 
 def _products(kind: LayerType) -> list[Parameter]:
-    """Return the matrices of a block that products in FP8 round."""
+    """Return the matrices of a block that products in FP8 or NVFP4 round."""
     return [p for p in kind.parameters if len(p.shape) > 1 and not p.is_buffer]
 
 
-def _in_a_byte(message: Message, kind: LayerType, parts: int) -> Message:
-    """Return a gather of parameters whose matrices are sent in FP8, instead of the compute format's 2 bytes."""
+def _narrowed(message: Message, kind: LayerType, parts: int, bits: float) -> Message:
+    """Return a gather of parameters whose matrices are sent in so many bits an element, instead of 16."""
     products, whole = sum(p.numel(parts) for p in _products(kind)), kind.parameter_count(parts)
-    return message._replace(bytes=message.bytes - message.bytes * products // (2 * whole))
+    return message._replace(bytes=message.bytes - int(message.bytes * products * (16 - bits)) // (16 * whole))
 
 
 def _quantized(kind: LayerType, precision: Precision) -> list[Parameter]:
@@ -302,10 +303,11 @@ def parameter_costs(
     held = profiles.held
     if type_name in (EMBEDDING, HEAD):
         # Their products are in the compute format's 16 bits.
-        held = msgspec.structs.replace(held, fp8_parameters=False)
-    if held.fp8_parameters and precision.compute == FP8 and (zero3 or not profiles.in_mxfp8):
+        held = msgspec.structs.replace(held, narrow_parameters=False)
+    bits = NARROW_BITS.get(precision.compute) if held.narrow_parameters else None
+    if bits is not None and (zero3 or precision.compute != FP8 or not profiles.in_mxfp8):
         # Both orders of MXFP8 are needed for a step, and are made of 16 bits then; ZeRO-3 gathers one for each pass.
-        gathers = [_in_a_byte(m, kind, axes.tensor.size) for m in gathers]
+        gathers = [_narrowed(m, kind, axes.tensor.size, bits) for m in gathers]
     gather = _overlapped(*given, gathers)
     if profiles.gathers_alone and not zero3:
         gather = gather._replace(slowdowns=None)

@@ -26,7 +26,7 @@ class RentOptions(Options, frozen=True, kw_only=True):
     """Samples of a step; by default as many for each GPU as make about 4 Mi tokens on all nodes."""
     seq: Tokens | None = None
     """Tokens of a sample; by default as `advise` takes them."""
-    precision: Literal["float32", "bfloat16", "float16", "fp8"] = "bfloat16"
+    precision: Literal["float32", "bfloat16", "float16", "fp8", "nvfp4"] = "bfloat16"
     """Type of forward and backward, of a model by name."""
     budget_gib: Gib | None = None
     """The most that a plan may use of a GPU, in GiB; by default 92 % of its memory."""

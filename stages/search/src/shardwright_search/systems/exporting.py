@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Container, Iterator, Sequence
 from math import isfinite
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from msgspec import UNSET
 from msgspec.structs import asdict, replace
@@ -17,7 +17,9 @@ from shardwright.plan.schedules.registry import schedule_of
 from shardwright.plan.supported_fields import check_fields
 from shardwright.types import (
     EMBEDDING,
+    FP8,
     HEAD,
+    NVFP4,
     Attention,
     ContextParallel,
     LayerStrategy,
@@ -221,10 +223,16 @@ def check_recompute(plan: Plan, target: ExportTarget, kinds: Sequence[Recompute]
         target.demand(layer.recompute in kinds, f"layers[{i}]: recompute {layer.recompute}", remedy)
 
 
-def in_mxfp8(plan: Plan) -> bool:
-    """Return whether products in FP8 are scaled in blocks of 32: where all devices have MXFP8, by their table."""
+def scaled_in(plan: Plan) -> Literal["mxfp8", "nvfp4"] | None:
+    """Return the format of products that are scaled in small blocks, as FP8 is where all devices have MXFP8.
+
+    None: products are in other formats, or scaled as a whole.
+    """
+    if plan.precision.compute == NVFP4:
+        return "nvfp4"
     found = (shipped_devices().get(node.device) for node in plan.cluster.node_types.values())
-    return all(device is not None and device.mxfp8 for device in found)
+    mxfp8 = plan.precision.compute == FP8 and all(device is not None and device.mxfp8 for device in found)
+    return "mxfp8" if mxfp8 else None
 
 
 def kernel_notes(plan: Plan) -> Iterator[str]:

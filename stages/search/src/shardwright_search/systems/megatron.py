@@ -28,6 +28,8 @@ from shardwright.models.registry import FAMILIES
 from shardwright.models.traits import BLOCK, DENSE, SPARSE, Latents, Routing
 from shardwright.types import (
     FP8,
+    NARROW_BITS,
+    NVFP4,
     DataParallel,
     Experts,
     ExpertStrategy,
@@ -55,8 +57,8 @@ from shardwright_search.systems.exporting import (
     ExportTarget,
     check_context,
     contexts_of,
-    in_mxfp8,
     kernel_notes,
+    scaled_in,
     uniform_of,
 )
 from shardwright_search.systems.launch import Program
@@ -387,7 +389,7 @@ def megatron_arguments(plan: Plan, plan_file: object, tuned: bool = False) -> Ex
         **_recompute(plan, uniform.ranges, target),
         **_precision(plan, target),
     }
-    options |= {**_hidden(plan, uniform, options), **_fp8_parameters(plan, options)}
+    options |= {**_hidden(plan, uniform, options), **_narrow_parameters(plan, options)}
     options |= tuned_options(plan, uniform) if tuned else {}
     given = {option: value for option, value in options.items() if value is not False}
     text = "".join(f"{shlex.join((option, *_words(value)))}\n" for option, value in given.items())
@@ -434,8 +436,8 @@ def _data_parallel(plan: Plan, uniform: UniformStrategy, target: ExportTarget) -
     kind, one_microbatch = uniform.layer.data_parallel, plan.num_microbatches == 1
     once = one_microbatch or plan.gradient_reduction is GradientReduction.DEFERRED
     if uniform.replicas == 1:
-        # Parameters in FP8 want it, whatever there is to shard.
-        return {"--use-distributed-optimizer": plan.precision.compute == FP8}
+        # Parameters in FP8 or NVFP4 want it, whatever there is to shard.
+        return {"--use-distributed-optimizer": plan.precision.compute in NARROW_BITS}
     if kind is DataParallel.DDP:
         feature = "layers[0]: ddp that reduces gradients after every microbatch"
         target.demand(once, feature, "choose gradient_reduction deferred")
@@ -450,6 +452,7 @@ def _data_parallel(plan: Plan, uniform: UniformStrategy, target: ExportTarget) -
     target.demand(uniform.pp_size == 1, f"layers[0]: {how} in several pipeline stages", remedy)
     feature = f"layers[0]: {kind} that holds whole gradients over several microbatches"
     target.demand(not once or one_microbatch, feature, "choose gradient_reduction every_microbatch")
+    target.demand(plan.precision.compute != NVFP4, f"layers[0]: {how} in {NVFP4}", f"choose {DataParallel.ZERO2}")
     return {
         _FSDP: True,
         "--data-parallel-sharding-strategy": "optim_grads_params" if kind is DataParallel.ZERO3 else "optim_grads",
@@ -468,7 +471,7 @@ def _hidden(plan: Plan, uniform: UniformStrategy, options: Arguments) -> Argumen
     beside = runtime.overlap is not None and uniform.replicas > 1
     pieces = runtime.message_pieces > 1 and goes_in_pieces(plan.model, uniform.layer)
     # Megatron-LM 0.19 refuses Transformer Engine's fused loss; the backward pass of its own returns bfloat16.
-    fused = plan.precision.compute in ("bfloat16", FP8)
+    fused = plan.precision.compute in ("bfloat16", *NARROW_BITS)
     return {
         "--overlap-grad-reduce": beside,
         "--overlap-param-gather": beside and options.get("--use-distributed-optimizer", False),
@@ -477,12 +480,17 @@ def _hidden(plan: Plan, uniform: UniformStrategy, options: Arguments) -> Argumen
     }
 
 
-def _fp8_parameters(plan: Plan, options: Arguments) -> Arguments:
-    """Return the options for parameters in FP8, which the price assumes (`Held.fp8_parameters`) where ranks gather."""
-    if plan.precision.compute != FP8 or not options.get("--use-distributed-optimizer"):
+def _narrow_parameters(plan: Plan, options: Arguments) -> Arguments:
+    """Return the options for parameters in FP8 or NVFP4, which the price assumes where ranks gather.
+
+    (`Held.narrow_parameters`.)
+    """
+    if plan.precision.compute not in NARROW_BITS or not options.get("--use-distributed-optimizer"):
         return {}
+    if plan.precision.compute == NVFP4:
+        return {"--fp4-param-gather": True}
     # Gathers of MXFP8, in 16 bits, else have a buffer beside the parameters. Megatron-FSDP has its own.
-    shared = _fp8_recipe(plan) == "mxfp8" and _FSDP not in options
+    shared = scaled_in(plan) == "mxfp8" and _FSDP not in options
     return {"--fp8-param-gather": True, "--reuse-grad-buf-for-mxfp8-param-ag": shared}
 
 
@@ -552,18 +560,22 @@ _PRECISIONS: dict[tuple[str, str], tuple[str, ...]] = {
 
 def _precision(plan: Plan, target: ExportTarget) -> Arguments:
     """Return the options of a plan's types; parameters and optimizer state stay in float32."""
-    in_fp8 = plan.precision.compute == FP8
-    options = _PRECISIONS.get(("bfloat16" if in_fp8 else plan.precision.compute, plan.precision.reduce))
+    compute = plan.precision.compute
+    options = _PRECISIONS.get(("bfloat16" if compute in NARROW_BITS else compute, plan.precision.reduce))
     remedy = "keep parameters in float32, and reduce in float32 or as computed"
     target.demand_precision(plan, plan.precision.parameters == "float32" and options is not None, remedy)
-    recipe = _fp8_recipe(plan)
-    fp8 = {"--fp8-format": "e4m3" if recipe == "mxfp8" else "hybrid", "--fp8-recipe": recipe} if in_fp8 else {}
-    return {**dict.fromkeys(options or (), True), **fp8}
+    narrow: Arguments = {}
+    if compute == NVFP4:
+        narrow = {"--fp4-format": "e2m1", "--fp4-recipe": NVFP4}
+    elif compute == FP8:
+        recipe = _fp8_recipe(plan)
+        narrow = {"--fp8-format": "e4m3" if recipe == "mxfp8" else "hybrid", "--fp8-recipe": recipe}
+    return {**dict.fromkeys(options or (), True), **narrow}
 
 
 def _fp8_recipe(plan: Plan) -> str:
     """Return the recipe of FP8 scaling, as in Megatron Bridge's `training/mixed_precision.py`."""
-    return "mxfp8" if in_mxfp8(plan) else "tensorwise"
+    return scaled_in(plan) or "tensorwise"
 
 
 def megatron_limits(model: Model, precision: Precision) -> tuple[Limits, ...]:
@@ -581,20 +593,20 @@ def megatron_limits(model: Model, precision: Precision) -> tuple[Limits, ...]:
         contexts=contexts,
         demands=demands,
     )
-    return (
-        limits(
-            "DDP or its distributed optimizer, gradients reduced once a step",
-            (DataParallel.DDP, DataParallel.ZERO2),
-            GradientReduction.DEFERRED,
-            schedules=_SCHEDULES,
-        ),
-        limits(
-            "Megatron-FSDP without a pipeline, gradients reduced after every micro-batch",
-            (DataParallel.ZERO2, DataParallel.ZERO3),
-            GradientReduction.EVERY_MICROBATCH,
-            pipeline=False,
-        ),
+    own = limits(
+        "DDP or its distributed optimizer, gradients reduced once a step",
+        (DataParallel.DDP, DataParallel.ZERO2),
+        GradientReduction.DEFERRED,
+        schedules=_SCHEDULES,
     )
+    fsdp = limits(
+        "Megatron-FSDP without a pipeline, gradients reduced after every micro-batch",
+        (DataParallel.ZERO2, DataParallel.ZERO3),
+        GradientReduction.EVERY_MICROBATCH,
+        pipeline=False,
+    )
+    # Megatron-FSDP has no parameters in NVFP4.
+    return (own,) if precision.compute == NVFP4 else (own, fsdp)
 
 
 MEGATRON = Entry(

@@ -13,7 +13,7 @@ from functools import partial
 from shardwright.estimate.runtimes import RUNTIMES, RuntimeName
 from shardwright.io import BadInput
 from shardwright.models.registry import FAMILIES
-from shardwright.types import FP8, Model, Plan, Precision
+from shardwright.types import NARROW_BITS, Model, Plan, Precision
 from shardwright_search.systems.entry import Entry, Limits, Reading, Setting, program_of, torchrun
 from shardwright_search.systems.exporting import Exported, ExportTarget
 from shardwright_search.systems.megatron import megatron_arguments, megatron_limits
@@ -70,8 +70,9 @@ _MIXED = {
     None: "bf16_mixed",
     "tensorwise": "bf16_with_fp8_current_scaling_mixed",
     "mxfp8": "bf16_with_mxfp8_mixed",
+    "nvfp4": "bf16_with_nvfp4_mixed",
 }
-"""Names of precisions by the recipe of FP8."""
+"""Names of precisions by the recipe of FP8 or FP4."""
 _LENGTHS = ("model.seq_length", "dataset.seq_length")
 _BEYOND = 10**9
 _DEFAULTS: Mapping[str, object] = {
@@ -120,8 +121,8 @@ def bridge_recipe(plan: Plan, plan_file: object, tuned: bool = False) -> Exporte
     bridged = ", ".join(sorted(name for name in FAMILIES if _is_bridged(name)))
     target.demand(_is_bridged(plan.model.family), f"a {plan.model.family} model", f"choose {bridged}")
     compute, reduce = plan.precision.compute, plan.precision.reduce
-    holds = compute in ("bfloat16", FP8) and reduce == "float32"
-    target.demand_precision(plan, holds, "compute in bfloat16 or fp8, reduce in float32")
+    holds = compute in ("bfloat16", *NARROW_BITS) and reduce == "float32"
+    target.demand_precision(plan, holds, f"compute in bfloat16, {' or '.join(NARROW_BITS)}, reduce in float32")
     exported = megatron_arguments(plan, plan_file, tuned)
     given = {**words_of(exported.text, str(plan_file))}
     if given.pop("num_layers_per_virtual_pipeline_stage", None) is not None:
@@ -142,7 +143,8 @@ def _others(
 ) -> Iterator[tuple[str, object]]:
     length = plan.model.sequence_length
     yield from (("model.seq_length", length), ("dataset.seq_length", length))
-    yield "mixed_precision", _MIXED[given["fp8_recipe"][0] if "fp8_recipe" in given else None]
+    recipe = next((given[name][0] for name in ("fp8_recipe", "fp4_recipe") if name in given), None)
+    yield "mixed_precision", _MIXED[recipe]
     yield "ddp.grad_reduce_in_fp32", True
     if "no_check_for_nan_in_loss_and_grad" in given:
         yield from (("rerun_state_machine.check_for_nan_in_loss", False), ("ddp.check_for_nan_in_grad", False))

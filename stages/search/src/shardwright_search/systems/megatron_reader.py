@@ -16,6 +16,9 @@ from msgspec.structs import replace
 from shardwright.io import BadInput
 from shardwright.models.mtp import mtp_layers
 from shardwright.types import (
+    FP8,
+    NARROW_BITS,
+    NVFP4,
     Attention,
     ContextParallel,
     DataParallel,
@@ -80,12 +83,13 @@ _VALUES: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("defer_embedding_wgrad_compute", "fp32_residual_connection"), (False,)),
     **dict.fromkeys(("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "peft"), (False,)),
 }
+_IN_FP4 = {"fp4", "fp4_format", "fp4_recipe", "fp4_param_gather", "fp4_param", "moe_router_padding_for_quantization"}
 _IN_FP8 = {
     *("fp8", "fp8_format", "fp8_recipe", "fp8_margin", "fp8_interval", "fp8_amax_history_len"),
     *("fp8_amax_compute_algo", "fp8_wgrad", "no_fp8_wgrad", "moe_router_padding_for_fp8"),
     *("moe_router_padding_for_quantization", "fp8_param_gather", "fp8_param", "reuse_grad_buf_for_mxfp8_param_ag"),
 }
-"""Settings of products in fp8, which the question asks for."""
+"""Settings of products in fp8, which the question requests; those above in nvfp4."""
 _DDP = Settings(
     harmless=(
         *_HIDING,
@@ -124,20 +128,18 @@ def check_fields(file: str, given: Mapping[str, object], read: Collection[str], 
         settings = {"ddp": _DDP, "optimizer": _OPTIMIZER}.get(section, known)
         if field in read and name not in _VALUES:
             continue
-        if field == "mixed_precision" and isinstance(value, str) and "fp8" in value and not _is_in_fp8(setting):
-            raise BadInput(file, f"cfg.{field} {value} is not priced in {setting.precision.compute}", "ask for fp8")
+        for compute in NARROW_BITS:
+            named = field == "mixed_precision" and isinstance(value, str) and compute in value
+            if named and setting.precision.compute != compute:
+                problem = f"cfg.{field} {value} is not priced in {setting.precision.compute}"
+                raise BadInput(file, problem, f"ask for {compute}")
         settings.check(file, {name: value}, where)
 
 
 def _settings(read: Collection[str], setting: Setting) -> Settings:
     """Return the known settings other than those of model, data and logging."""
-    asked = _IN_FP8 if _is_in_fp8(setting) else set[str]()
+    asked = {FP8: _IN_FP8, NVFP4: _IN_FP4}.get(setting.precision.compute, set[str]())
     return Settings(read=read, harmless=_HIDING | _TUNED | _ELSEWHERE | asked, values=_VALUES, strict=False)
-
-
-def _is_in_fp8(setting: Setting) -> bool:
-    """Return whether the question requests products in FP8."""
-    return setting.precision.compute == "fp8"
 
 
 # The plan of the arguments.

@@ -1,23 +1,23 @@
 """Arguments of Megatron-LM for expert exchanges as `Runtime.tuned` prices them, as in Megatron-Bridge's recipes.
 
 Names and values are those of Megatron-Bridge 0.6.2 (`perf_recipes/qwen/common.py`, and the environment of its recipes),
-and of megatron-core 0.19 (`TransformerConfig`). Products in MXFP8 are one operator inside a graph of the whole step,
-which needs the paged stash of 0.19; in 16 bits graphs replay all but the experts, which 0.16 has, too.
+and of megatron-core 0.19 (`TransformerConfig`). Products in MXFP8 and NVFP4 are one operator inside a graph of the
+whole step, which needs the paged stash of 0.19; in 16 bits graphs replay all but the experts, which 0.16 has, too.
 """
 
 from collections.abc import Mapping
 
 from msgspec import UNSET
 
-from shardwright.types import FP8, Plan
+from shardwright.types import Plan
 from shardwright_search.cost_model.layer import has_other_passes
 from shardwright_search.space.uniform import UniformStrategy
-from shardwright_search.systems.exporting import in_mxfp8
+from shardwright_search.systems.exporting import scaled_in
 
 _DISPATCHED = {"--moe-token-dispatcher-type": "flex", "--moe-router-dtype": "fp32"}
 _OVERLAP = "--overlap-moe-expert-parallel-comm"
 _FUSED = "--use-transformer-engine-op-fuser"
-_MXFP8: Mapping[str, str | bool] = {
+_IN_BLOCKS: Mapping[str, str | bool] = {
     _FUSED: True,
     "--cuda-graph-impl": "full_iteration",
     "--no-check-for-nan-in-loss-and-grad": True,
@@ -33,17 +33,17 @@ def tuned_options(plan: Plan, uniform: UniformStrategy) -> Mapping[str, str | bo
     experts = uniform.layer.experts
     if experts is UNSET or experts.ep_size == 1:
         return {}
-    mxfp8 = plan.precision.compute == FP8 and in_mxfp8(plan)
+    in_blocks = scaled_in(plan) is not None
     joined = all(node.domain_devices is not UNSET for node in plan.cluster.node_types.values())
     options: dict[str, str | bool | tuple[str, ...]] = {
         **_DISPATCHED,
-        "--moe-flex-dispatcher-backend": "hybridep" if mxfp8 or joined else "deepep",
+        "--moe-flex-dispatcher-backend": "hybridep" if in_blocks or joined else "deepep",
     }
     replays = any(layer.recompute.replays_experts for layer in plan.layers)
     if has_other_passes(uniform.pp_size, plan.num_microbatches, uniform.chunks) and not replays:
         options |= {_OVERLAP: True}
-    if mxfp8:
-        return {**options, **_MXFP8}
+    if in_blocks:
+        return {**options, **_IN_BLOCKS}
     if not replays:
         scope = ("attn", "moe_router", "moe_preprocess")
         return {**options, "--cuda-graph-impl": "transformer_engine", "--cuda-graph-scope": scope}

@@ -56,8 +56,8 @@ from shardwright_search.systems.exporting import (
     ExportTarget,
     check_context,
     contexts_of,
-    in_mxfp8,
     kernel_notes,
+    scaled_in,
     uniform_of,
 )
 from shardwright_search.systems.torchtitan_module import MODULE, STARTS, module_of, obstacle_of_module
@@ -405,13 +405,13 @@ def _model(plan: Plan) -> Mapping[str, Mapping[str, Toml]]:
     keys: dict[str, Toml] = {} if blocks is None else {"name": blocks.name}
     keys |= {} if flavor is None else {"flavor": flavor}
     if plan.precision.compute == FP8:
-        keys["converters"] = ["quantize.linear.mx" if in_mxfp8(plan) else "quantize.linear.float8"]
+        keys["converters"] = ["quantize.linear.mx" if scaled_in(plan) == "mxfp8" else "quantize.linear.float8"]
     return {"model": keys} if keys else {}
 
 
 def _scaling(plan: Plan) -> Mapping[str, Mapping[str, Toml]]:
     """Return the section for FP8 scaling, of blocks only; with MXFP8 torchtitan leaves out the head itself."""
-    if plan.precision.compute != FP8 or in_mxfp8(plan):
+    if plan.precision.compute != FP8 or scaled_in(plan) == "mxfp8":
         return {}
     return {"quantize.linear.float8": {"recipe_name": "rowwise", "filter_fqns": ["output"]}}
 

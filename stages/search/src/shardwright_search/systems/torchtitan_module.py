@@ -12,7 +12,7 @@ from msgspec import UNSET
 from shardwright.models.traits import Torchtitan
 from shardwright.types import FP8, ContextParallel, Plan
 from shardwright_search.space.uniform import UniformStrategy
-from shardwright_search.systems.exporting import in_mxfp8
+from shardwright_search.systems.exporting import scaled_in
 
 MODULE = "torchtitan_plan"
 STARTS = f"-m torchtitan.train --module {MODULE} --config plan"
@@ -85,8 +85,9 @@ def module_of(plan: Plan, uniform: UniformStrategy, sections: Mapping[str, Mappi
         ]
     if uniform.shares_context:
         parallelism["context_parallel_load_balancer"] = "ptrr"
-    converter = "MXFP8LinearConverter" if in_mxfp8(plan) else "Float8LinearConverter"
-    chosen = 'fqns=["layers"]' if in_mxfp8(plan) else 'filter_fqns=["lm_head"]'
+    mxfp8 = scaled_in(plan) == "mxfp8"
+    converter = "MXFP8LinearConverter" if mxfp8 else "Float8LinearConverter"
+    chosen = 'fqns=["layers"]' if mxfp8 else 'filter_fqns=["lm_head"]'
     return _TEXT.format(
         name=" ".join(plan.name.split()),
         starts=STARTS,
