@@ -30,6 +30,6 @@ def _beside_experts(rng: np.random.Generator, rest: Options) -> Options:
     return Options(
         *numbers,
         workspace,
-        np.zeros(len(workspace)),
+        *np.zeros((2, len(workspace))),
         *(np.repeat(layout, ways) for layout in (rest.input_layout, rest.output_layout)),
     )

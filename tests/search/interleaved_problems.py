@@ -60,7 +60,7 @@ def random_interleaved(seed: int) -> InterleavedProblem:
         layout = rng.integers(0, layouts, n)
         classed = rng.integers(0, classes, n)
         input_layout, output_layout = (classed if kind == 0 else layout), (classed if kind == 3 else layout)
-        held = late, sums, activations, transients, np.zeros(n)
+        held = late, sums, activations, transients, *np.zeros((2, n))
         return Options(times + 1, ends, states, *held, input_layout, output_layout)
 
     moves = rng.integers(0, 1 + sharding // 2, (4, layouts, layouts)).astype(float)
@@ -107,7 +107,7 @@ def bare_interleaved(pp_size: int, num_chunks: int, num_microbatches: int, gradi
     schedule, one = schedule_of(Schedule.INTERLEAVED_1F1B), np.ones(1)
     held = moments_in_flight(schedule, pp_size, num_microbatches, num_chunks, True)
     layout = np.zeros(1, np.int64)
-    end = Options(one, *np.zeros((7, 1)), layout, layout)
+    end = Options(one, *np.zeros((8, 1)), layout, layout)
     block = end._replace(late_bytes=gradient_bytes * one, activation_bytes=12 * one, workspace_bytes=7 * one)
     return InterleavedProblem(
         embedding=0,

@@ -36,7 +36,8 @@ def middle_problem(seed: int) -> Problem:
         (apart,) = rng.spawn(1)
         sums = late * apart.integers(0, 2, n) * bool(seed % 2)
         numbers = [np.round(column) for column in (time, end, state, late, sums, *rest)]
-        return Options(*numbers, np.zeros(n), other if kind == 0 else layout, other if kind == _TYPES - 1 else layout)
+        input_layout, output_layout = other if kind == 0 else layout, other if kind == _TYPES - 1 else layout
+        return Options(*numbers, *np.zeros((2, n)), input_layout, output_layout)
 
     moves = np.round(rng.uniform(0, 2e10, (_TYPES, _LAYOUTS, _LAYOUTS)))
     moves[:, np.arange(_LAYOUTS), np.arange(_LAYOUTS)] = 0

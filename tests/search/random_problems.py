@@ -54,7 +54,7 @@ def _options(rng: np.random.Generator, kind: int, scale: _Scale, layouts: np.nda
         input_layout = rng.integers(0, scale.classes, n)
     if kind == 3:
         output_layout = rng.integers(0, scale.classes, n)
-    held = late, sums, activations, transients, np.zeros(n)
+    held = late, sums, activations, transients, *np.zeros((2, n))
     return Options(times + 1, ends, states, *held, input_layout, output_layout)
 
 
@@ -318,7 +318,7 @@ def _priced(problem: Problem, ends: tuple[int, ...], device_groups: tuple[int, .
             times[stage] += here.redistribution_ps[kind, got, o.input_layout[rows]]
     memory, host = np.zeros((2, problem.pp_size, size))
     for stage, o, rows in zip(stage_of, own, chosen, strict=True):
-        host[stage] += o.host_bytes[rows]
+        host[stage] += o.host_bytes[rows] + problem.in_flight[stage] * o.host_activation_bytes[rows]
     for stage, k in enumerate(problem.in_flight):
         inside = [e for e, s in enumerate(stage_of) if s == stage]
         for flight, backward, done in _moments(k, problem.num_microbatches):

@@ -20,7 +20,7 @@ def only_plan(time_ps: float, sizes_bytes: tuple[int, ...]) -> Problem:
     """Return a problem with one plan, of one stage, whose layers fill the budget to the byte."""
     zero, layout = np.zeros(1), np.zeros(1, int)
     options = tuple(
-        Options(np.array([time_ps / 4]), zero, np.array([float(size)]), *[zero] * 5, layout, layout)
+        Options(np.array([time_ps / 4]), zero, np.array([float(size)]), *[zero] * 6, layout, layout)
         for size in sizes_bytes
     )
     return Problem(

@@ -13,7 +13,7 @@ from offload_problems import random_interleaved_with_offload, random_with_offloa
 from random_problems import best_of
 
 from shardwright.io import BadInput, read_document
-from shardwright.types import GIB, LayerStrategy, Offload, Plan
+from shardwright.types import GIB, LayerStrategy, Offload, Plan, Precision, Recompute, Schedule
 from shardwright_search.advise.question import question_of
 from shardwright_search.certificate.check import confirms
 from shardwright_search.certificate.make import certified
@@ -76,7 +76,7 @@ def test_states_move_to_the_host_and_their_copies_take_both_ways(given, data_par
     for column, cost in zip(columns.T, (here, there), strict=True):
         numbers = cost.microbatch_ps, cost.exposed_ps, cost.state_bytes, cost.memory.gradients
         assert tuple(column[:4]) == numbers
-        assert tuple(column[6:]) == (cost.workspace_bytes, cost.memory.host)
+        assert tuple(column[6:]) == (cost.workspace_bytes, cost.memory.host, cost.host_activation_bytes)
 
 
 def test_layers_are_offloaded_where_nothing_else_fits_and_no_more_than_must_be(given):
@@ -94,6 +94,51 @@ def test_layers_are_offloaded_where_nothing_else_fits_and_no_more_than_must_be(g
         assert any(line.startswith("assumed: offloaded states are copied") for line in price.warnings)
         assert max(stage.memory_bytes for stage in price.estimate.stages) <= gib * GIB
         assert sum(stage.host_bytes or 0 for stage in price.estimate.stages) > 0
+
+
+@pytest.mark.parametrize("recompute", [Recompute.NONE, Recompute.FULL])
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_activations_move_to_the_host_and_are_copied_beside_a_gpu_s_passes(make, recompute, on_cpu):
+    device = "cpu" if on_cpu else "gpu"
+    model, cluster = make.model(4), _with_host(make.cluster(4, device=device), 1.0)
+    profiles = make.profiles(model, cluster)
+    profiles = profiles._replace(origin=replace(profiles.origin, device=device))
+    costs = CostModel(model, cluster, profiles, Precision())
+    plain = LayerStrategy(type="block", tp_size=1, dp_size=4, recompute=recompute)
+    strategies = plain, replace(plain, offload=Offload.ACTIVATIONS), replace(plain, offload=Offload.BOTH)
+    asked = StageTopology("n", (4,)), 4, False
+    kept, moved, both = priced = [costs.layer("block", each, *asked) for each in strategies]
+    held, copied_ps = kept.activation_bytes, kept.activation_bytes / RATE * 1e12
+    assert (moved.activation_bytes, moved.host_activation_bytes, kept.host_activation_bytes) == (0, held, 0)
+    assert moved.workspace_bytes == kept.workspace_bytes + 2 * held
+    for before, after in ((kept.forward_ps, moved.forward_ps), (kept.backward_ps, moved.backward_ps)):
+        assert after == pytest.approx(before + copied_ps if on_cpu else max(before, copied_ps), abs=1)
+    assert (both.memory.host, moved.memory.host) == (kept.memory.optimizer, 0)
+    assert (both.forward_ps, both.host_activation_bytes) == (moved.forward_ps, held)
+    for column, cost in zip(costs.layers("block", parts_of(strategies), *asked).T, priced, strict=True):
+        assert tuple(column[:4]) == (cost.microbatch_ps, cost.exposed_ps, cost.state_bytes, cost.memory.gradients)
+        there = cost.memory.host, cost.host_activation_bytes
+        assert tuple(column[5:]) == (cost.activation_bytes, cost.workspace_bytes, *there)
+
+
+def test_activations_are_moved_where_nothing_else_fits_and_a_plan_says_how_much(given):
+    kinds, only = tuple(Offload), (Offload.NONE, Offload.ACTIVATIONS)
+    assert _found(given, offload=kinds).chosen.plan == _found(given).chosen.plan, "what fits without needs none"
+    bounds = [_found(given, memory_gib=1e-6, offload=each).min_bytes for each in ((Offload.NONE,), only, kinds)]
+    least, leaner, leanest = bounds
+    assert leanest < leaner < least
+    answer = _found(given, memory_gib=(leaner + least) / 2 / GIB, offload=only)
+    plan = answer.chosen.plan
+    assert any(layer.offloads_activations for layer in plan.layers) and not _offloaded(plan)
+    price = evaluate(plan, given[-1])
+    assert price.objective_ps == answer.chosen.evaluation.objective_ps
+    assert any(line.startswith("assumed: offloaded activations are copied") for line in price.warnings)
+    assert sum(stage.host_bytes or 0 for stage in price.estimate.stages) > 0
+
+
+def test_interleaved_plans_keep_their_activations_on_the_device(given):
+    answer = _found(given, schedules=(Schedule.INTERLEAVED_1F1B,), pp_sizes=(2,), offload=tuple(Offload))
+    assert not any(layer.offloads_activations for layer in answer.chosen.plan.layers)
 
 
 def test_a_host_that_is_full_takes_no_more(given):
@@ -171,7 +216,7 @@ def test_advice_names_what_it_assumes_of_hosts():
     (node,) = question.cluster.node_types.values()
     assert (node.host_bytes_per_s, node.host_memory_gib) == (12e9, 2 * 8 * 80)
     assert any(line.startswith("offload: 12 GB/s each way, an estimate: 0.75 of") for line in question.assumed)
-    assert question.request.offload == BOTH
+    assert question.request.offload == tuple(Offload)
     asked = AdviseOptions(model="gpt2-xl", gpus="1x8:A100-80", offload="optimizer", host_memory_gib=512.0)
     assert question_of(asked).cluster.node_types["A100-80"].host_memory_gib == 512
     assert question_of(AdviseOptions(model="gpt2-xl", gpus="1x8:A100-80")).request.offload == (Offload.NONE,)

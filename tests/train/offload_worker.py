@@ -19,6 +19,7 @@ from shardwright_train.engine.engine import Engine
 from shardwright_train.engine.host import CountedHost
 from shardwright_train.engine.learning_rate import ANY
 from shardwright_train.parallel.data import local_tensor
+from shardwright_train.parallel.host_activations import CountedCopies
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import World, joined_world
 from shardwright_train.pipeline.runner import Step
@@ -44,6 +45,11 @@ class Seen(NamedTuple):
     on_device: int
     """Bytes of states on the device, with and without offload."""
     without: int
+    moved_out: int = 0
+    """Bytes of activations that went to the host in all steps, came back, are there at most, and at the end."""
+    moved_in: int = 0
+    most_moved: int = 0
+    left: int = 0
 
 
 def main(plans_file: str, result_file: str) -> None:
@@ -70,6 +76,9 @@ def _compared(plan: Plan, world: World, groups: Groups) -> Seen:
     assert isinstance(host, CountedHost)
     sizes = [sum(x.nbytes for x in states.values()) for states in optimizer.host_states]
     formula = host_states(plan, world.rank)
+    activations = offloaded.stage.context.host_activations
+    copies = CountedCopies() if activations is None else activations.copies
+    assert isinstance(copies, CountedCopies)
     return Seen(
         differing,
         sum(formula),
@@ -80,6 +89,10 @@ def _compared(plan: Plan, world: World, groups: Groups) -> Seen:
         max(formula, default=0),
         optimizer.state_bytes,
         other.optimizer.state_bytes,
+        copies.bytes_out,
+        copies.bytes_in,
+        copies.most_host_bytes,
+        copies.host_bytes,
     )
 
 

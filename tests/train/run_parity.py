@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
-from offloaded import with_offload
+from offloaded import with_moved_activations, with_offload
 from random_plans import UNEVEN, random_plan, uneven_plan
 from shared_experts import with_shared_experts
 from split_plans import split
@@ -96,7 +96,8 @@ def _plans(models: Sequence[Model], number: int, size: int) -> list[Plan]:
     shared = [with_shared_experts(plan, number) for plan in experts]
     halves = [plan for plan in map(split, plans[number % 2 :: 2]) if plan.schedule.splits]
     offloaded = with_offload([*plans[number % 4 :: 4], *optimizers[::2], *shared[::2], *halves[::4]], number)
-    return [*plans, *halves, *shared, *chunked, *optimizers, *offloaded]
+    moved = with_moved_activations([*plans[(number + 2) % 4 :: 4], *shared[1::2], *optimizers[1::4]], number)
+    return [*plans, *halves, *shared, *chunked, *optimizers, *offloaded, *moved]
 
 
 if __name__ == "__main__":

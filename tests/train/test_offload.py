@@ -1,4 +1,4 @@
-"""Optimizer states in host memory change no bit, are where they should be, and are refused where they cannot be."""
+"""Optimizer states and activations in host memory change no bit, are where they should be, or are refused by name."""
 
 import json
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from forked_command import forked_command
 from forked_ranks import run_worker
 from msgspec.structs import replace
 from offload_worker import STEPS, Seen
-from offloaded import with_offload
+from offloaded import with_moved_activations, with_offload
 from random_plans import cluster_of, random_plan
 from run_parity import TOLERANCE
 from run_resumes import TOLERANCE as RESUMED
@@ -25,7 +25,8 @@ from torch import nn
 
 from shardwright.io import BadInput, read_document, write_document
 from shardwright.models.description import model_of_config
-from shardwright.plan.offload import host_states
+from shardwright.plan.offload import host_inputs, host_states
+from shardwright.plan.schedules.registry import schedule_of
 from shardwright.types import (
     Attention,
     Cluster,
@@ -35,7 +36,9 @@ from shardwright.types import (
     PipelineStage,
     Plan,
     Plans,
+    Recompute,
     Schedule,
+    SequenceParallel,
     Strategy,
 )
 from shardwright_search.cost_model.plan import evaluate
@@ -60,28 +63,49 @@ def _plans(dtype: str) -> list[Plan]:
     return with_offload([*named, with_shared_experts(drawn[1], 0)])
 
 
+def _moved(dtype: str) -> list[Plan]:
+    """Plans whose layers move activations: decoders, encoders, experts, two stacks, and latents."""
+    families = "llama", "gpt2", "mixtral", "bert", "deepseek_v3", "t5", "qwen3"
+    return with_moved_activations(random_plan(tiny(family), 300 + i, 2, dtype) for i, family in enumerate(families))
+
+
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Seen]]:
     """What each of two ranks saw of each plan."""
     folder = tmp_path_factory.mktemp("offload")
-    write_document(folder / "plans.json", Plans(plans=tuple(_plans("bfloat16"))))
+    write_document(folder / "plans.json", Plans(plans=tuple([*_plans("bfloat16"), *_moved("float32")])))
     run_worker("offload_worker", [str(folder / "plans.json"), str(folder / "seen.json")], 2)
     found = json.loads((folder / "seen.json").read_bytes())
     return {name: [Seen(*each) for each in ranks] for name, ranks in found.items()}
 
 
 def test_offload_changes_no_bit_of_what_a_checkpoint_has(seen: dict[str, list[Seen]]) -> None:
-    assert len(seen) == len(NAMES) + 1
+    assert len(seen) >= len(NAMES) + 1 + 5
     assert {name: [each.differing for each in ranks] for name, ranks in seen.items()} == {name: [0, 0] for name in seen}
 
 
 def test_bytes_in_host_memory_and_of_copies_are_those_of_the_formula(seen: dict[str, list[Seen]]) -> None:
     for name, ranks in seen.items():
-        assert any(each.held_bytes for each in ranks), name
+        assert any(each.held_bytes or each.moved_out for each in ranks), name
         for each in ranks:
             assert each.held_bytes == each.formula_bytes, name
             assert each.bytes_in == each.bytes_out == STEPS * each.formula_bytes, name
             assert each.without - each.on_device == each.formula_bytes, name
+
+
+def test_activations_come_back_as_they_went_and_none_is_left_on_the_host(seen: dict[str, list[Seen]]) -> None:
+    plans = {plan.name: plan for plan in _moved("float32")}
+    assert len(plans) >= 5
+    for name, plan in plans.items():
+        for rank, each in enumerate(seen[name]):
+            assert each.moved_out == each.moved_in and each.left == 0, name
+            assert each.most_moved >= host_inputs(plan, rank) > 0 or each.moved_out == host_inputs(plan, rank) == 0
+            in_flight = schedule_of(plan.schedule).in_flight(
+                len(plan.stages), plan.num_microbatches, plan.stage_of_rank(rank)
+            )
+            assert each.most_moved * STEPS * plan.num_microbatches == each.moved_out * in_flight, name
+            if {x.recompute for x in plan.layers if x.offloads_activations} == {Recompute.FULL}:
+                assert each.most_moved == host_inputs(plan, rank), name
 
 
 def test_no_more_than_two_parameters_states_are_on_the_device_at_once(seen: dict[str, list[Seen]]) -> None:
@@ -91,8 +115,8 @@ def test_no_more_than_two_parameters_states_are_on_the_device_at_once(seen: dict
 
 
 def test_plans_with_offload_train_as_one_process_does(compare: Callable[..., Errors]) -> None:
-    found = compare([plan for plan in _plans("float64") if plan.optimizer == "adamw"])
-    assert len(found) == 2
+    found = compare([plan for plan in (*_plans("float64"), *_moved("float64")) if plan.optimizer == "adamw"])
+    assert len(found) >= 2 + 5
     assert {plan: error for plan, error in found.items() if not max(error.values()) <= TOLERANCE} == {}
 
 
@@ -132,14 +156,22 @@ _CONFIG = {
 MODEL = model_of_config(_CONFIG, "m", 256, "config.json")
 
 
-def _memory_plan(offloaded: int, ranks: int, cluster: Cluster) -> Plan:
-    given: dict[str, Any] = {"tp_size": 1, "dp_size": ranks}
-    asked = [{"offload": Offload.OPTIMIZER} if number < offloaded else {} for number in range(len(MODEL.layers))]
+def _memory_plan(
+    offloaded: int,
+    ranks: int,
+    cluster: Cluster,
+    kind: Offload = Offload.OPTIMIZER,
+    recompute: Recompute = Recompute.NONE,
+    schedule: Schedule = Schedule.ONE_F_ONE_B,
+) -> Plan:
+    given: dict[str, Any] = {"tp_size": 1, "dp_size": ranks, "recompute": recompute}
+    asked = [{"offload": kind} if number < offloaded else {} for number in range(len(MODEL.layers))]
+    ends = {name: given[name] for name in ("tp_size", "dp_size")}
     return Plan(
         name=f"p{offloaded}", model=MODEL, cluster=cluster, global_batch_size=4 * ranks, num_microbatches=2,
-        schedule=Schedule.ONE_F_ONE_B, precision=FLOAT32, attention=Attention.SDPA,
+        schedule=schedule, precision=FLOAT32, attention=Attention.SDPA,
         stages=(PipelineStage(ranks=tuple(range(ranks)), layers=((0, 4),)),),
-        embedding=Strategy(**given), head=Strategy(**given),
+        embedding=Strategy(**ends), head=Strategy(**ends),
         layers=tuple(LayerStrategy(type="block", **given, **more) for more in asked),
     )  # fmt: skip
 
@@ -160,6 +192,28 @@ def test_memory_is_as_predicted_and_what_goes_to_the_host_is_free() -> None:
     assert stage.host_bytes == hosted
 
 
+@pytest.mark.parametrize("recompute", [Recompute.NONE, Recompute.FULL])
+@pytest.mark.parametrize("schedule", [Schedule.ONE_F_ONE_B, Schedule.GPIPE])
+def test_memory_is_as_predicted_where_activations_go_to_the_host(recompute: Recompute, schedule: Schedule) -> None:
+    """Of all layers as near as without, and of the host within 3 %; of some of them at most more is predicted."""
+    node = replace(CLUSTER.node_types["n"], host_memory_gib=1.0, host_bytes_per_s=1e9)
+    cluster = replace(CLUSTER, node_types={"n": node})
+    profiles, family = estimated_profiles(FLOAT32, (2, 4), MODEL), family_named("llama", "test")
+    plans = [
+        _memory_plan(count, 4, cluster, Offload.ACTIVATIONS, recompute, schedule)
+        for count in range(len(MODEL.layers) + 1)
+    ]
+    steps = [simulate_step(plan, 0, family, "sdpa") for plan in plans]
+    ratios = [held_bytes(plan, profiles) / step.peak_bytes for plan, step in zip(plans, steps, strict=True)]
+    assert ratios[-1] == pytest.approx(ratios[0], rel=0.03) and min(ratios) > 0.97
+    peaks = [step.peak_bytes for step in steps]
+    assert peaks == sorted(peaks, reverse=True) and peaks[-1] < peaks[0]
+    for plan, step in zip(plans[1:], steps[1:], strict=True):
+        (stage,) = evaluate(plan, profiles, timeline=False).estimate.stages
+        assert stage.host_bytes == pytest.approx(step.host_activation_bytes, rel=0.03)
+        assert step.host_activation_bytes >= host_inputs(plan, 0)
+
+
 def test_a_measured_step_holds_what_check_finds(tmp_path: Path) -> None:
     """On two ranks, within 3 %, by tensors that are not in host memory."""
     plans = tuple(_memory_plan(offloaded, 2, cluster_of(2)) for offloaded in (0, 4))
@@ -173,6 +227,20 @@ def test_a_measured_step_holds_what_check_finds(tmp_path: Path) -> None:
         for rank in found.ranks:
             assert rank.memory.optimizer_bytes == pytest.approx(check.optimizer_bytes, abs=4096), "counts of steps"
             assert check.peak_bytes == pytest.approx(rank.memory.peak_bytes, rel=0.03)
+
+
+def test_activations_are_refused_where_they_cannot_move() -> None:
+    plan = _memory_plan(2, 2, cluster_of(2), Offload.BOTH)
+    check_supported(plan, "plan.json")
+    with pytest.raises(BadInput, match=r"layers\[0\]\.offload: activations of compiled layers are not in host memory"):
+        check_supported(replace(plan, compile=True), "plan.json")
+    with pytest.raises(BadInput, match=r"layers\[0\]\.offload: activations are not in host memory under zero_bubble"):
+        check_supported(replace(plan, schedule=Schedule.ZERO_BUBBLE), "plan.json")
+    gathers: dict[str, Any] = {"tp_size": 2, "dp_size": 1, "sequence_parallel": SequenceParallel.MEGATRON}
+    for wrong in ({"recompute": Recompute.SELECTIVE}, gathers, {"cp_size": 2}):
+        with pytest.raises(ValueError, match="offload activations needs recompute full, or none where no rank gathers"):
+            LayerStrategy(type="block", **{"tp_size": 1, "dp_size": 1, "offload": Offload.ACTIVATIONS} | wrong)
+    LayerStrategy(type="block", **gathers, recompute=Recompute.FULL, offload=Offload.ACTIVATIONS)
 
 
 @pytest.mark.parametrize("offloads_first", [False, True])
@@ -198,7 +266,8 @@ def test_host_memory_that_is_short_is_one_line_before_anything_starts() -> None:
     needed = sum(sum(host_states(plan, rank)) for rank in range(2))
     check_host_memory(plan, range(2), needed, "plan.json")
     with pytest.raises(
-        BadInput, match=r"plan\.json: its 2 ranks here keep [1-9].* KiB of optimizer states .*, .* KiB are free"
+        BadInput,
+        match=r"plan\.json: its 2 ranks here keep [1-9].* KiB and more of offloaded layers .*, .* KiB are free",
     ):
         check_host_memory(plan, range(2), needed - 1, "plan.json")
 

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+from msgspec import UNSET
+
 from shardwright.optimizers.registry import ADAMW
 from shardwright.plan.axes import axes_of
 from shardwright.types import LayerStrategy, Plan, Recompute, SequenceParallel, Strategy
@@ -119,5 +121,5 @@ def _strategy_parts(strategy: Strategy) -> Iterator[str]:
         yield f"experts ep{held.experts.size}{features}{kind}{groups}"
     if isinstance(strategy, LayerStrategy) and strategy.recompute is not Recompute.NONE:
         yield f"recompute {strategy.recompute}"
-    if isinstance(strategy, LayerStrategy) and strategy.offloads_optimizer:
+    if isinstance(strategy, LayerStrategy) and strategy.offload is not UNSET:
         yield f"offload {strategy.offload}"

@@ -5,17 +5,31 @@ from math import prod
 
 from shardwright.io import BadInput
 from shardwright.optimizers.registry import OPTIMIZERS, Optimizer, Shard
+from shardwright.plan.axes import layout_of
 from shardwright.plan.chunks import chunk_layers
 from shardwright.plan.layout import parameter_box
-from shardwright.types import LayerStrategy, Plan
+from shardwright.plan.schedules.registry import schedule_of
+from shardwright.types import ITEMSIZE, LayerStrategy, Plan, Schedule
 
 
 def check_offload(plan: Plan, file: object) -> None:
-    """Raise BadInput if a plan keeps in host memory what its optimizer needs on the device all at once."""
+    """Raise BadInput if a plan keeps in host memory what cannot be there.
+
+    That are states that its optimizer needs on the device all at once, and activations of an order of passes, or of
+    compiled layers, under which nobody has moved them.
+    """
     offloads = next((i for i, layer in enumerate(plan.layers) if layer.offloads_optimizer), None)
     if offloads is not None and not can_offload(OPTIMIZERS[plan.optimizer]):
         problem = f"layers[{offloads}].offload: {plan.optimizer} updates whole matrices, of all layers at once"
         raise BadInput(file, problem, "leave out offload, or take another optimizer")
+    if (moved := next((i for i, layer in enumerate(plan.layers) if layer.offloads_activations), None)) is None:
+        return
+    if plan.schedule.interleaves or plan.schedule.splits:
+        problem = f"layers[{moved}].offload: activations are not in host memory under {plan.schedule}"
+        raise BadInput(file, problem, f"choose schedule {Schedule.ONE_F_ONE_B} or {Schedule.GPIPE}")
+    if plan.compile:
+        problem = f"layers[{moved}].offload: activations of compiled layers are not in host memory"
+        raise BadInput(file, problem, "choose compile false, or offload optimizer states alone")
 
 
 def can_offload(optimizer: Optimizer) -> bool:
@@ -26,6 +40,24 @@ def can_offload(optimizer: Optimizer) -> bool:
 def copied_bytes(sizes: Iterable[int]) -> int:
     """Return the bytes of two buffers, each of which holds the states of any parameter, given these."""
     return 2 * max(sizes, default=0)
+
+
+def host_inputs(plan: Plan, rank: int) -> int:
+    """Return the bytes of layers' inputs that a rank keeps in host memory at most at once.
+
+    That is all that recomputed layers keep; others keep more.
+    """
+    stage = plan.stage_of_rank(rank)
+    me = plan.stages[stage].ranks.index(rank)
+    held = 0
+    for chunk in range(len(plan.stages[stage].layers)):
+        for name, _, strategy in chunk_layers(plan, stage, chunk):
+            if not (isinstance(strategy, LayerStrategy) and strategy.offloads_activations):
+                continue
+            for tensor in plan.model.received_by(name):
+                shard = layout_of(strategy).activation_shard(me, plan.microbatch_samples, tensor.sequence_length)
+                held += shard.tokens * tensor.features * ITEMSIZE[plan.precision.compute]
+    return held * schedule_of(plan.schedule).in_flight(len(plan.stages), plan.num_microbatches, stage)
 
 
 def host_states(plan: Plan, rank: int) -> tuple[int, ...]:

@@ -66,6 +66,10 @@ class Offload(StrEnum):
     """Nothing."""
     OPTIMIZER = "optimizer"
     """The optimizer's states, which come for the update."""
+    ACTIVATIONS = "activations"
+    """What a micro-batch's backward pass reads, which comes for that pass."""
+    BOTH = "both"
+    """The optimizer's states and activations."""
 
 
 class Strategy(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, order=True):
@@ -160,6 +164,8 @@ class LayerStrategy(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ValueError("context ring needs cp_size above 1: leave it out")
         if self.offload is Offload.NONE:
             raise ValueError("offload none: leave it out")
+        if self.offloads_activations and not self.moves_activations:
+            raise ValueError(f"offload {self.offload} needs recompute full, or none where no rank gathers positions")
         if self.experts is UNSET:
             return
         if (ranks := self.tp_size * self.cp_size * self.dp_size) % (self.experts.ep_size * self.experts.etp_size):
@@ -174,9 +180,24 @@ class LayerStrategy(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=T
         return None if self.experts is UNSET else _grid(self.experts, self.tp_size * self.cp_size * self.dp_size)
 
     @property
+    def moves_activations(self) -> bool:
+        """Return whether the layer's activations can be in host memory.
+
+        What selective recomputation keeps is not autograd's, nor are shards that a backward pass gathers again.
+        """
+        gathers = self.sequence_parallel is SequenceParallel.MEGATRON and self.tp_size > 1
+        gathers = gathers or (self.context is ContextParallel.GATHER and self.cp_size > 1)
+        return self.recompute is Recompute.FULL or (self.recompute is Recompute.NONE and not gathers)
+
+    @property
     def offloads_optimizer(self) -> bool:
         """Return whether the optimizer's states of the layer stay in host memory."""
-        return self.offload is Offload.OPTIMIZER
+        return self.offload in (Offload.OPTIMIZER, Offload.BOTH)
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Return whether the layer's activations are in host memory until the backward pass."""
+        return self.offload in (Offload.ACTIVATIONS, Offload.BOTH)
 
 
 def _grid(experts: ExpertStrategy, ranks: int) -> ExpertGrid:

@@ -35,6 +35,7 @@ from shardwright_train.engine.engine import build_engine
 from shardwright_train.models.base import Family
 from shardwright_train.models.stock import with_memory
 from shardwright_train.parallel.data import local_tensor
+from shardwright_train.parallel.host_activations import CountedCopies
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.pipeline.layer import RankContext
 from shardwright_train.pipeline.p2p import most_held, until_fullest
@@ -75,6 +76,8 @@ class SimulatedStep(NamedTuple):
     optimizer_bytes: int
     host_bytes: int
     """Optimizer state in host memory."""
+    host_activation_bytes: int
+    """The most of activations in host memory."""
     peak_bytes: int
     """Peak of resident tensor memory in bytes, parameters, gradients and optimizer state included."""
     microbatch_bytes: int
@@ -135,11 +138,20 @@ def simulate_step(
             gradients_bytes=gradients,
             optimizer_bytes=with_optimizer - parameters,
             host_bytes=sum(x.nbytes for x in kept),
+            host_activation_bytes=_host_activation_bytes(context),
             peak_bytes=max(resident.peak, with_optimizer + gradients + copies),
             microbatch_bytes=sum(x.nbytes for x in step.batch.values()) // plan.num_microbatches,
             resident_bytes=events,
             peaks=peaks,
         )
+
+
+def _host_activation_bytes(context: RankContext) -> int:
+    host = context.host_activations
+    if host is None:
+        return 0
+    assert isinstance(host.copies, CountedCopies)
+    return host.copies.most_host_bytes
 
 
 @contextmanager
@@ -217,7 +229,8 @@ class _ResidentBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
-            if isinstance(x, Tensor):
+            # What a layer keeps in host memory is of another device.
+            if isinstance(x, Tensor) and x.device.type == "cpu":
                 self.follow(x)
         if self._sum > self._recent:
             _ = self.now
@@ -322,7 +335,7 @@ class RoleCheck(NamedTuple):
     """Bytes of the gradients before the optimizer's step."""
     optimizer_bytes: int
     host_bytes: int
-    """Bytes of the optimizer states in host memory, which each step copies to the device and back."""
+    """Bytes in host memory: of optimizer states, which each step copies to the device and back, and of activations."""
     peak_bytes: int
     """Peak tensor memory in bytes."""
     communicators: Mapping[Purpose, int]
@@ -354,13 +367,19 @@ def check_roles(
             parameters_bytes=step.parameters_bytes,
             gradients_bytes=step.gradients_bytes,
             optimizer_bytes=step.optimizer_bytes,
-            host_bytes=step.host_bytes,
+            host_bytes=step.host_bytes
+            + step.host_activation_bytes * _in_flight(plan, role) // _in_flight(shorter, role),
             peak_bytes=peak_bytes,
             communicators=max((counted[rank] for rank in role.ranks), key=communicator_bytes),
         )
         checks.append(check)
         progress(number, len(roles))
     return tuple(checks)
+
+
+def _in_flight(plan: Plan, role: Role) -> int:
+    """Return the micro-batches whose activations a stage holds at once."""
+    return schedule_of(plan.schedule).in_flight(len(plan.stages), plan.num_microbatches, role.stage)
 
 
 def raise_if_too_large(plan: Plan, checks: tuple[RoleCheck, ...]) -> None:

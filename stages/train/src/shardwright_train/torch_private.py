@@ -32,6 +32,7 @@ backend and the fake tensors of `torch.export` are the nearest |
 | `_EventType`, `_ExtraFields_Allocation`, `_ProfilerEvent` | allocations on CPU | `export_memory_timeline`, or an \
 allocator of CPU memory with counters |
 | `UntypedStorage._cdata` | telling storages of fake tensors apart | `data_ptr`, once fake tensors have one |
+| `Tensor._version` | one copy of a storage that several operators save, but not of one written to between | none |
 | `torch.utils._pytree.tree_leaves` | tensors of nested arguments | `optree`, another package |
 | `nn.Module._parameters` | swapping parameters during a call | `torch.func.functional_call`, which swaps by full \
 name |
@@ -121,6 +122,12 @@ def storage_key(tensor: Tensor) -> int:
     """Return a key that identifies a tensor's storage, also for fake tensors."""
     key: int = tensor.untyped_storage()._cdata
     return key
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor's storage was written to in place."""
+    version: int = tensor._version
+    return version
 
 
 def fsdp_parameters(module: nn.Module) -> Iterator[FSDPParam]:

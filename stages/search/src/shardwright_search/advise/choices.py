@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from msgspec import UNSET
+from msgspec.structs import replace
+
 from shardwright.io import BadInput, has_controls, read_bytes
 from shardwright.types import (
     MIB,
@@ -16,6 +19,7 @@ from shardwright.types import (
     DataParallel,
     GradientReduction,
     Model,
+    Offload,
     Plan,
     Recompute,
     SequenceParallel,
@@ -37,10 +41,11 @@ _ZERO = {
 }
 _RECOMPUTE = {str(kind): kind for kind in Recompute}
 _CONTEXT = {str(kind): kind for kind in ContextParallel}
-_KEYS = {"tp", "cp", "context", "pp", "mbs", "zero", "sp", "recompute", "vpp", "ep", "etp"}
+_OFFLOAD = {str(kind): kind for kind in Offload}
+_KEYS = {"tp", "cp", "context", "pp", "mbs", "zero", "sp", "recompute", "vpp", "ep", "etp", "offload"}
 _SUFFIXES = {Path(target.file_name).suffix for target in SYSTEMS.values()} - {".txt"}
 """Endings of files that are no choice where there is no such file."""
-_EXAMPLE = "write tp=8,pp=4,mbs=1,zero=1 (also ep, etp, cp, context, sp, recompute, vpp)"
+_EXAMPLE = "write tp=8,pp=4,mbs=1,zero=1 (also ep, etp, cp, context, sp, recompute, vpp, offload)"
 _COUNT = re.compile(r"[1-9]\d{0,6}")
 _SPLITS = {"0": SequenceParallel.NONE, "1": SequenceParallel.MEGATRON}
 
@@ -109,7 +114,15 @@ def _pairs(text: str, setting: Setting) -> UniformStrategy:
         sequence_parallel=_one_of(text, "sp", pairs["sp"], _SPLITS) if "sp" in pairs else _usual_split(model),
         recompute=_one_of(text, "recompute", pairs.get("recompute", "none"), _RECOMPUTE),
     )
-    return with_experts(name, model, choice._replace(chunks=chunks), ep_size, etp_size)
+    choice = with_experts(name, model, choice._replace(chunks=chunks), ep_size, etp_size)
+    offload: Offload = _one_of(text, "offload", pairs.get("offload", Offload.NONE.value), _OFFLOAD)
+    if offload is Offload.NONE:
+        return choice
+    if any(node.host_bytes_per_s is UNSET for node in setting.cluster.node_types.values()):
+        raise BadInput(name, "offload: nothing is known of the hosts", "give --offload any, too")
+    if offload is not Offload.OPTIMIZER and not choice.layer.moves_activations:
+        raise BadInput(name, f"offload {offload} of layers that gather positions", "add recompute=full")
+    return choice._replace(layer=replace(choice.layer, offload=offload))
 
 
 def _context(text: str, pairs: Mapping[str, str]) -> ContextParallel:

@@ -177,7 +177,7 @@ def question_of(options: AdviseOptions) -> Question:
         attention=attention,
         compile=options.compile,
         loss_chunks=options.loss_chunks,
-        offload=(Offload.NONE, *([] if options.offload == "none" else [Offload.OPTIMIZER])),
+        offload=tuple(Offload) if options.offload == "any" else tuple({Offload.NONE: 0, Offload(options.offload): 0}),
     )
     lengths = priced_lengths(model.sequence_length, request.cp_sizes, options.against)
     models = (model, *(model_of(replace(options, seq=length))[0] for length in lengths))

@@ -13,7 +13,7 @@ from shardwright.display.plan_words import layer_runs, optimizer_words, strategy
 from shardwright.display.units import duration_text, gib_text, usd_text
 from shardwright.estimate.accuracy import EXPANDABLE, SEEN, SPARE_SHARE, memory_range
 from shardwright.models.context import plan_obstacle
-from shardwright.types import GIB, Estimate, Plan
+from shardwright.types import GIB, Estimate, Offload, Plan
 from shardwright.types.dispatcher import Dispatcher
 from shardwright.types.model_profile import ExchangeRow
 from shardwright_search.advise.by_schedule import LIMIT_S, OfSchedule
@@ -322,7 +322,11 @@ def _not_searched(question: Question, answer: SearchAnswer) -> Iterator[str]:
     yield from _context_not_searched(question)
     yield from _experts_not_searched(question)
     yield "a split backward pass (zero bubble; --schedules shows it)"
-    yield "offloading of more than optimizer states" if question.request.offloads else "offloading to the host"
+    if Offload.BOTH not in question.request.offload:
+        left = [
+            f"of {kind}" for kind in (Offload.OPTIMIZER, Offload.ACTIVATIONS) if kind not in question.request.offload
+        ]
+        yield f"offloading {'to the host' if len(left) > 1 else left[0]}"
     if not question.request.fine_grained:
         yield "strategies of each layer (--uniform)"
 

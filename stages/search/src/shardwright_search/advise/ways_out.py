@@ -130,7 +130,7 @@ def _ways(asked: AdviseOptions, question: Question, folder: Path) -> Iterator[_W
     if asked.optimizer == ("adamw",) and asked.target is None:
         yield _Way("moments in 8 bits", (("--optimizer adamw-8bit", {"optimizer": ("adamw-8bit",)}),))
     if asked.offload == "none" and asked.target is None and asked.optimizer != ("muon",):
-        yield _Way("optimizer states in host memory", (("--offload any", {"offload": "any"}),))
+        yield _Way("optimizer states and activations in host memory", (("--offload any", {"offload": "any"}),))
     if asked.lora is None and not asked.frozen and not asked.mtp:
         config = {"peft_type": "LORA", "r": _RANK, "lora_alpha": _RANK, "target_modules": "all-linear"}
         (folder / "adapter_config.json").write_text(json.dumps(config))

@@ -127,7 +127,8 @@ def _longer(
         bounds.phases_of(chain, stage_on_group[0]),
         run,
     )
-    o, first = group.options[kind], len(run) == 2
+    in_flight = max(count for count, *_ in phases)
+    o, first = group.options[kind].hosted(in_flight), len(run) == 2
     moves = np.where(np.eye(chain.size, dtype=bool), 0, np.inf) if before < 0 else group.redistribution_ps[before]
     taken = moves[ways.layout[:, None], o.input_layout]
     parent, option = np.nonzero(np.isfinite(taken))

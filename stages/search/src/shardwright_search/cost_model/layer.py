@@ -7,7 +7,7 @@ recognised as equal.
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import chain, product
-from math import ceil
+from math import ceil, inf
 from typing import NamedTuple
 
 import msgspec
@@ -92,6 +92,25 @@ class Link(NamedTuple):
     across_nodes: bool
     node_types: tuple[str, ...]
     """Node types of both stages; the slower one determines the time."""
+
+
+class MovedActivations(NamedTuple):
+    """The activations of a layer's micro-batch that go to host memory and come back for the backward pass."""
+
+    bytes: int = 0
+    bytes_per_s: float = inf
+    overlaps: bool = True
+    """Whether copies go beside computation, as between a GPU and its host."""
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Return the bytes on the device in the layer's own pass: of it, and of a neighbour that goes or comes."""
+        return 2 * self.bytes
+
+    def pass_s(self, computed_s: float) -> float:
+        """Return the time of a pass, from that of its computation."""
+        copied_s = self.bytes / self.bytes_per_s
+        return max(computed_s, copied_s) if self.overlaps else computed_s + copied_s
 
 
 class Turns(NamedTuple):
@@ -274,8 +293,9 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         reduces_every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
         compute, further, least = self._passes(type_name, of_passes(strategy), topology, samples, turns)
         figures = compute.figures
-        forward_s = max(figures.forward_s + further[0].time_s, least[0])
-        backward_s = max(figures.backward_s + further[1].time_s, least[1])
+        moved = self._moved(strategy, topology, figures.activation_bytes)
+        forward_s = moved.pass_s(max(figures.forward_s + further[0].time_s, least[0]))
+        backward_s = moved.pass_s(max(figures.backward_s + further[1].time_s, least[1]))
         tied = turns.ties and type_name == HEAD
         costs = self._all_parameters(type_name, of_parameters(strategy), topology, single_microbatch, tied)
         added = picoseconds(costs.reduction.added_s(backward_s))
@@ -283,7 +303,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         if reduces_every:
             once, alone, overlapped = 0, 0.0, 0.0
         context = SharedContext(self.model, type_name, strategy, samples, self.precision)
-        workspace = ceil(figures.workspace_bytes) + context.workspace_bytes
+        workspace = ceil(figures.workspace_bytes) + context.workspace_bytes + moved.workspace_bytes
         collectives = (costs.gather_each, costs.gather_once, costs.reduction)
         warnings = [compute.warning, *(d.warning for d in (*further, *(each.alone for each in collectives)))]
         return LayerCost(
@@ -299,7 +319,8 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
             sync_ps=picoseconds(costs.partial_sum_s) + picoseconds(costs.gather_once.added_s(forward_s)) + once,
             optimizer_ps=picoseconds(costs.optimizer_s),
             memory=costs.memory,
-            activation_bytes=ceil(figures.activation_bytes),
+            activation_bytes=ceil(figures.activation_bytes) - moved.bytes,
+            host_activation_bytes=moved.bytes,
             workspace_bytes=max(workspace, costs.memory.unreduced_gradients) + costs.memory.buffers,
             warnings=tuple(dict.fromkeys(warning for warning in warnings if warning is not None)),
         )
@@ -313,15 +334,16 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         single_microbatch: bool,
         turns: Turns = PLAIN_TURNS,
     ) -> Numbers:
-        """Return the solver's numbers for layers of a type under many strategies at once [8, strategies].
+        """Return the solver's numbers for layers of a type under many strategies at once [9, strategies].
 
         In the order of the solver's `Options`, these are the numbers of `layer`: time of a microbatch, time once a
-        step, state, gradients and their sums, activations, workspace, and host memory.
+        step, state, gradients and their sums, activations, workspace, and host memory, all step long and of a
+        micro-batch.
         """
         passes = [self._pass_numbers(type_name, each, topology, samples, turns) for each in parts.passes]
         tied = turns.ties and type_name == HEAD
         own = [self._parameter_numbers(type_name, each, topology, single_microbatch, tied) for each in parts.parameters]
-        forward_s, backward_s, activation, workspace = np.array(passes).T[:, parts.passes_of]
+        forward_s, backward_s, activation, workspace, moved = np.array(passes).T[:, parts.passes_of]
         columns = np.array(own).T[:, parts.parameters_of]
         each, once, reduction = (AllOverlapped(*columns[first : first + 4]) for first in (0, 4, 8))
         partial_sum_s, optimizer_s, state, gradients, sums, unreduced, buffers, host = columns[12:]
@@ -337,22 +359,32 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
                 sum(map(all_picoseconds, ends)) + at_end,
                 *(state, gradients, sums, activation),
                 np.maximum(workspace, unreduced) + buffers,
-                host,
+                *(host, moved),
             ]
         )
 
     def _pass_numbers(
         self, type_name: str, strategy: Strategy, topology: StageTopology, samples: int, turns: Turns
-    ) -> tuple[float, float, int, int]:
-        """Return forward and backward time in seconds, activations and workspace."""
+    ) -> tuple[float, float, int, int, int]:
+        """Return forward and backward time in seconds, and bytes of activations, of workspace, and on the host."""
         compute, further, least = self._passes(type_name, strategy, topology, samples, turns)
         figures, context = compute.figures, SharedContext(self.model, type_name, strategy, samples, self.precision)
+        moved = self._moved(strategy, topology, figures.activation_bytes)
         return (
-            max(figures.forward_s + further[0].time_s, least[0]),
-            max(figures.backward_s + further[1].time_s, least[1]),
-            ceil(figures.activation_bytes),
-            ceil(figures.workspace_bytes) + context.workspace_bytes,
+            moved.pass_s(max(figures.forward_s + further[0].time_s, least[0])),
+            moved.pass_s(max(figures.backward_s + further[1].time_s, least[1])),
+            ceil(figures.activation_bytes) - moved.bytes,
+            ceil(figures.workspace_bytes) + context.workspace_bytes + moved.workspace_bytes,
+            moved.bytes,
         )
+
+    def _moved(self, strategy: Strategy, topology: StageTopology, activation_bytes: float) -> "MovedActivations":
+        """Return what a layer's micro-batch moves to the host and back, by the slowest link of the stage's nodes."""
+        if not (isinstance(strategy, LayerStrategy) and strategy.offloads_activations):
+            return MovedActivations()
+        rate = min(self.host_rate(name) for name in topology.type_names)
+        on_cpu = any(self.cluster.node_types[name].on_cpu for name in topology.type_names)
+        return MovedActivations(ceil(activation_bytes), rate, overlaps=not on_cpu)
 
     def _parameter_numbers(
         self, type_name: str, strategy: Strategy, topology: StageTopology, single_microbatch: bool, tied: bool

@@ -56,6 +56,8 @@ class LayerCost(msgspec.Struct, frozen=True, kw_only=True):
     memory: ParameterMemory
     activation_bytes: int
     """Activations of one microbatch in flight."""
+    host_activation_bytes: int = 0
+    """Activations of one microbatch that are in host memory."""
     workspace_bytes: int
     """Held for a moment, in the layer's own forward or backward pass."""
     warnings: tuple[str, ...]

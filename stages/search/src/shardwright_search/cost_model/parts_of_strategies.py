@@ -8,7 +8,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from shardwright.plan.expert_messages import shares_experts
-from shardwright.types import DataParallel, LayerStrategy, Recompute, Strategy
+from shardwright.types import DataParallel, LayerStrategy, Offload, Recompute, Strategy
 from shardwright_search.step.pareto import Ints
 
 H = TypeVar("H", bound=Hashable)
@@ -17,7 +17,9 @@ H = TypeVar("H", bound=Hashable)
 def of_parameters(strategy: Strategy) -> Strategy:
     """Return a strategy without the fields that do not affect parameters."""
     if isinstance(strategy, LayerStrategy) and (shares_experts(strategy) or strategy.offloads_optimizer):
-        return replace(strategy, recompute=Recompute.NONE)
+        return replace(
+            strategy, recompute=Recompute.NONE, offload=Offload.OPTIMIZER if strategy.offloads_optimizer else UNSET
+        )
     return Strategy(**{name: getattr(strategy, name) for name in Strategy.__struct_fields__})
 
 
@@ -25,7 +27,7 @@ def of_passes(strategy: Strategy) -> Strategy:
     """Return a strategy without its sharding of states, and their place: a micro-batch's passes do not depend on it."""
     whole = {"data_parallel": DataParallel.DDP, "shard_size": 0}
     if isinstance(strategy, LayerStrategy):
-        strategy = replace(strategy, offload=UNSET)
+        strategy = replace(strategy, offload=Offload.ACTIVATIONS if strategy.offloads_activations else UNSET)
     if isinstance(strategy, LayerStrategy) and strategy.experts is not UNSET:
         return replace(strategy, **whole, experts=replace(strategy.experts, **whole))
     return replace(strategy, **whole)

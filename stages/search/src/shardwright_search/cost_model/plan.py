@@ -111,6 +111,8 @@ def evaluate(plan: Plan, profiles: Profiles, costs: CostModel | None = None, tim
     priced = {warning for each in ranges for warning in each.warnings}
     if any(layer.offloads_optimizer for layer in plan.layers):
         priced.add("assumed: offloaded states are copied at the cluster's host_bytes_per_s, overlapped with nothing")
+    if any(layer.offloads_activations for layer in plan.layers):
+        priced.add("assumed: offloaded activations are copied at host_bytes_per_s, on GPUs beside their layer's passes")
     if more and not timeline:
         priced.add(f"{more} of {plan.num_microbatches} microbatches were taken to pass as those before; no timeline")
     warnings, used = (*provenance_warnings(plan, profiles), *sorted(priced)), profiles.used(plan.cluster)
@@ -174,7 +176,7 @@ def _stage_prediction(
         time_terms_s={name: time_ps / _PER_SECOND for name, time_ps in times_ps.items()},
         memory_bytes=sum(memory_terms.values()),
         memory_terms_bytes=memory_terms,
-        host_bytes=stage.sum_of("memory.host") or UNSET,
+        host_bytes=stage.host_bytes or UNSET,
     )
 
 

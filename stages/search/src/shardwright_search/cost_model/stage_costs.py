@@ -185,6 +185,13 @@ class StageCosts(msgspec.Struct, frozen=True, kw_only=True):
     """The most held of activations at once."""
     working_bytes: int
     """The most held at once of activations, of gradients, and of workspace."""
+    in_flight: int = 0
+    """Microbatches whose activations may be in host memory at once."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Return the most that a rank holds in host memory."""
+        return self.sum_of("memory.host") + self.in_flight * self.sum_of("host_activation_bytes")
 
     @property
     def microbatch_ps(self) -> int:
@@ -305,7 +312,7 @@ def stage_costs(plan: Plan, stage: int, ranges: Sequence[RangeCosts]) -> StageCo
         count = schedule_of(plan.schedule).in_flight(len(plan.stages), plan.num_microbatches, stage)
         keeps_sums = mine[0].sum_of("memory.gradient_sums") > 0
         peak = mine[0].peak_bytes(phases(count, plan.num_microbatches, keeps_sums)) + mine[0].after_bytes
-        return StageCosts(ranges=mine, activation_bytes=count * kept[0], working_bytes=peak)
+        return StageCosts(ranges=mine, activation_bytes=count * kept[0], working_bytes=peak, in_flight=count)
     # The gradient that comes in, the one that goes out, and what comes for the next pass.
     before, after = max(here.before_bytes for here in mine), max(here.after_bytes for here in mine)
     frees, last = frees_outputs(plan.model), mine[-1] is ranges[-1]

@@ -44,8 +44,13 @@ class _Change(NamedTuple):
     new: object
 
     def applies(self, layer: LayerStrategy) -> bool:
-        """Return whether the layer has one of the old values."""
-        return getattr(layer, self.field) in self.old
+        """Return whether the layer has one of the old values, and may have the new one."""
+        if getattr(layer, self.field) not in self.old:
+            return False
+        if self.field == "offload":
+            return self.new not in (Offload.ACTIVATIONS, Offload.BOTH) or layer.moves_activations
+        on_device = replace(layer, offload=UNSET)
+        return not layer.offloads_activations or self.made(on_device).moves_activations
 
     def made(self, layer: LayerStrategy) -> LayerStrategy:
         """Return the layer with the new value; without sharding there is no size of shards."""
@@ -58,7 +63,7 @@ _RECOMPUTED = tuple(kind for kind in Recompute if kind is not Recompute.NONE)
 _CHANGES = (
     # The ways back from levers that layers use.
     *(_Change(f"without recompute {kind}", "recompute", (kind,), Recompute.NONE) for kind in _RECOMPUTED),
-    _Change("without offload optimizer", "offload", (Offload.OPTIMIZER,), UNSET),
+    *(_Change(f"without offload {kind}", "offload", (kind,), UNSET) for kind in Offload if kind is not Offload.NONE),
     _Change("zero2 for zero3", "data_parallel", (_ZERO3,), _ZERO2),
     _Change("ddp for zero2", "data_parallel", (_ZERO2,), _DDP),
     # Levers that layers may still use.
@@ -66,7 +71,9 @@ _CHANGES = (
     _Change("recompute full", "recompute", (Recompute.NONE, Recompute.SELECTIVE), Recompute.FULL),
     _Change("zero2 for ddp", "data_parallel", (_DDP,), _ZERO2),
     _Change("zero3 for zero2", "data_parallel", (_ZERO2,), _ZERO3),
-    _Change("offload optimizer", "offload", (UNSET, Offload.NONE), Offload.OPTIMIZER),
+    _Change("offload optimizer", "offload", (UNSET,), Offload.OPTIMIZER),
+    _Change("offload activations", "offload", (UNSET,), Offload.ACTIVATIONS),
+    _Change("offload both", "offload", (Offload.OPTIMIZER, Offload.ACTIVATIONS), Offload.BOTH),
 )
 
 

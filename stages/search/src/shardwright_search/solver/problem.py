@@ -71,6 +71,8 @@ class Options(NamedTuple):
     """Bytes held for a moment, in the layer's own forward or backward pass."""
     host_bytes: Numbers
     """Bytes of host memory, all step long."""
+    host_activation_bytes: Numbers
+    """Bytes of host memory of one microbatch in flight."""
     input_layout: Ints
     """Number of the layout the layer works in; of the embedding the class of tied parameters."""
     output_layout: Ints
@@ -80,11 +82,20 @@ class Options(NamedTuple):
     def none(cls, layout: int) -> "Options":
         """Return one option that never fits, for a type that is in no stage of a device group."""
         zero, number = np.zeros(1), np.array([layout])
-        return cls(zero, zero, np.array([_NEVER_FITS]), zero, zero, zero, zero, zero, number, number)
+        return cls(zero, zero, np.array([_NEVER_FITS]), zero, zero, zero, zero, zero, zero, number, number)
 
     def take(self, rows: Ints | int) -> "Options":
         """Return the options in these rows."""
         return Options._make(column[rows] for column in self)
+
+    def hosted(self, in_flight: int) -> "Options":
+        """Return the options with all host memory of a stage with so many microbatches in flight as `host_bytes`."""
+        return self._replace(host_bytes=self.host_bytes + in_flight * self.host_activation_bytes)
+
+    def without_moved_activations(self) -> "Options":
+        """Return the options such that those with activations in host memory never fit."""
+        moves = self.host_activation_bytes > 0
+        return self._replace(state_bytes=np.where(moves, _NEVER_FITS, self.state_bytes)) if moves.any() else self
 
     def memory(self, parts: Sequence[Phase]) -> LayerMemory:
         """Return each option's memory in each phase."""
@@ -110,10 +121,14 @@ class DeviceGroup(msgspec.Struct, frozen=True, dict=True, eq=False):
     host_budget_bytes: float = _NEVER_FITS
     """Budget of one rank in host memory."""
 
+    def without_moved_activations(self) -> "DeviceGroup":
+        """Return the group such that options with activations in host memory never fit."""
+        return replace(self, options=tuple(each.without_moved_activations() for each in self.options))
+
     @cached_property
     def offloads(self) -> bool:
         """True if some option takes host memory."""
-        return any(bool(o.host_bytes.any()) for o in self.options)
+        return any(bool((o.host_bytes + o.host_activation_bytes).any()) for o in self.options)
 
     @cached_property
     def keeps_sums(self) -> bool:
@@ -344,7 +359,7 @@ def price(problem: Problem, solution: Solution) -> PlanCost:
         held = no_layers(parts, received)
         for number in range(first, end):
             kind = problem.layers[number]
-            option = group.options[kind].take(solution.options[number])
+            option = group.options[kind].take(solution.options[number]).hosted(problem.in_flight[stage])
             time[stage] += option.time_ps
             exposed[stage] += option.exposed_ps
             host[stage] += option.host_bytes

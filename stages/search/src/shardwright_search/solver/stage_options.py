@@ -145,8 +145,9 @@ class GroupCosts:
 
     def __init__(self, group: DeviceGroup, parts: tuple[Phase, ...]) -> None:
         self.group, self.phases = group, parts
-        self.useful = tuple(_useful(options, parts) for options in group.options)
-        self.options = tuple(o.take(rows) for o, rows in zip(group.options, self.useful, strict=True))
+        hosted = [options.hosted(max(phase.in_flight for phase in parts)) for options in group.options]
+        self.useful = tuple(_useful(options, parts) for options in hosted)
+        self.options = tuple(o.take(rows) for o, rows in zip(hosted, self.useful, strict=True))
         self.memory = tuple(o.memory(parts) for o in self.options)
         self._first_phase = [LayerMemory._make(column[:, 0] for column in memory) for memory in self.memory]
         # Without late gradients, mixtures only leave out activations.

@@ -261,7 +261,7 @@ def states_beyond_budget(instance: Instance) -> int:
     base = costs.precision.base
     frozen = stored if base is UNSET else BASE_BITS[base] / 8
     states = trained * (stored + min(stored, reduced)) + int((parameters - trained) * frozen)
-    if not instance.request.offloads:
+    if not instance.request.offloads_optimizer:
         states += costs.optimizer.state_bytes(trained * stored, costs.precision.parameters)
     budgets = sum(count * instance.budgets[name] for name, count in counts.items())
     return max(0, (states - budgets) // counts.total())

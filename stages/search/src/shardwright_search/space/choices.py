@@ -9,7 +9,7 @@ from math import gcd, lcm, prod
 from typing import NamedTuple
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from shardwright.plan.axes import Layout, axes_of, expert_strategies_on, layout_of, strategy_on
@@ -145,7 +145,7 @@ class LayerChoices(msgspec.Struct, frozen=True, dict=True, eq=False):
         kind, offload = self.model.types[type_name], strategy.offload
         experts = UNSET if kind.experts is UNSET else strategy.experts
         if strategy.offloads_optimizer and not kind.trained_parameters:
-            offload = UNSET
+            offload = Offload.ACTIVATIONS if strategy.offloads_activations else UNSET
         return replace(strategy, type=type_name, experts=experts, offload=offload)
 
     def gathered_tokens(self, strategy: Strategy, samples: int) -> int:
@@ -182,21 +182,29 @@ def shardings(request: SearchRequest, model: Model, type_name: str, stage_size: 
         layers = (LayerStrategy(**fields, type=type_name, context=context) for context in contexts)
         shared = (each for layer in layers for each in (layer, *_with_experts(request, model, layer, stage_size)))
         fitting = [layer for layer in shared if misfit(model, type_name, layer) is None]
-        treated = product(fitting, kinds, _offloads(request, model, type_name))
-        strategies |= {replace(layer, recompute=recompute, offload=offload) for layer, recompute, offload in treated}
+        repeated = [replace(layer, recompute=recompute) for layer, recompute in product(fitting, kinds)]
+        strategies.update(repeated)
+        for layer, offload in product(repeated, _offloads(request, model, type_name)):
+            if layer.moves_activations or offload is Offload.OPTIMIZER:
+                strategies.add(replace(layer, offload=offload))
     return tuple(sorted(strategies, key=_order))
 
 
 def _order(strategy: Strategy) -> tuple[bool, bool, Strategy]:
     """Return a key that sorts strategies; those with a field that others lack come last."""
-    return shares_experts(strategy), isinstance(strategy, LayerStrategy) and strategy.offloads_optimizer, strategy
+    return shares_experts(strategy), isinstance(strategy, LayerStrategy) and strategy.offload is not UNSET, strategy
 
 
-def _offloads(request: SearchRequest, model: Model, type_name: str) -> Iterator[Offload | UnsetType]:
+def _offloads(request: SearchRequest, model: Model, type_name: str) -> Iterator[Offload]:
     """Yield what layers of a type may offload; one without trained parameters has nothing to."""
-    yield UNSET
-    if request.offloads and model.types[type_name].trained_parameters:
-        yield Offload.OPTIMIZER
+    kind = model.types[type_name]
+    # Compiled layers keep their activations on the device, as do those without a backward pass.
+    able = {
+        Offload.OPTIMIZER: bool(kind.trained_parameters),
+        Offload.ACTIVATIONS: kind.has_backward and not request.compile,
+        Offload.BOTH: bool(kind.trained_parameters) and not request.compile,
+    }
+    yield from (offload for offload, fits in able.items() if fits and offload in request.offload)
 
 
 def _grids(request: SearchRequest, outer: OuterSpace, stage_size: int) -> Iterator[Strategy]:

@@ -165,7 +165,9 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
             embedding=self.prices.types.index(EMBEDDING),
             positions=tuple(map(self.prices.types.index, types)),
             head=self.prices.types.index(HEAD),
-            group=self.prices.device_group(choice, placed.topologies[0], m == 1, configuration.edges),
+            group=self.prices.device_group(
+                choice, placed.topologies[0], m == 1, configuration.edges
+            ).without_moved_activations(),
             pp_size=p,
             num_chunks=v,
             num_microbatches=m,

@@ -214,8 +214,13 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def offloads(self) -> bool:
+        """Return whether anything may be in host memory."""
+        return self.offload != (Offload.NONE,)
+
+    @property
+    def offloads_optimizer(self) -> bool:
         """Return whether optimizer states may be in host memory."""
-        return Offload.OPTIMIZER in self.offload
+        return Offload.OPTIMIZER in self.offload or Offload.BOTH in self.offload
 
     def __post_init__(self) -> None:
         _check_degrees(self)

@@ -317,7 +317,7 @@ def _check_offload(request: SearchRequest, cluster: Cluster, file: Path) -> None
     """Raise BadInput if layers may offload what an optimizer or a node type does not let them."""
     if not request.offloads:
         return
-    if not can_offload(OPTIMIZERS[request.optimizers[0]]):
+    if request.offloads_optimizer and not can_offload(OPTIMIZERS[request.optimizers[0]]):
         problem = f"offload: {request.optimizers[0]} updates whole matrices, of all layers at once"
         raise BadInput(file, problem, "leave out offload, or take another optimizer")
     for name in dict.fromkeys(cluster.node_type_of_rank):

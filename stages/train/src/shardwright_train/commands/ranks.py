@@ -20,7 +20,7 @@ from shardwright.launch.lock import only_run, scratch_folder
 from shardwright.launch.meeting import meeting_of
 from shardwright.launch.nodes import Nodes, check_all_nodes
 from shardwright.launch.ranks import EXPANDABLE, allocator_setting, launch
-from shardwright.plan.offload import host_states
+from shardwright.plan.offload import host_inputs, host_states
 from shardwright.types import (
     Attention,
     ContextProbe,
@@ -296,16 +296,19 @@ def check_plan(plan: Plan, file: object, nodes: Nodes) -> None:
     device_type_of(plan.cluster, file)
     check_installed(plan, file)
     check_accelerator(plan.cluster, nodes.rank, file)
-    if any(layer.offloads_optimizer for layer in plan.layers):
+    if any(layer.offload is not UNSET for layer in plan.layers):
         check_host_memory(plan, nodes.ranks_here(plan.cluster), _free_host_bytes(file), file)
 
 
 def check_host_memory(plan: Plan, ranks: Iterable[int], free_bytes: int, file: object) -> None:
-    """Raise BadInput if the states that the ranks of a node keep in its memory exceed what is free of it."""
+    """Raise BadInput if what the ranks of a node keep in its memory exceeds what is free of it.
+
+    Counted are optimizer states, and of activations the layers' inputs, which are all that recomputed layers keep.
+    """
     ranks = tuple(ranks)
-    needed = sum(sum(host_states(plan, rank)) for rank in ranks)
+    needed = sum(sum(host_states(plan, rank)) + host_inputs(plan, rank) for rank in ranks)
     if needed > free_bytes:
-        states = f"its {len(ranks)} ranks here keep {bytes_text(needed)} of optimizer states in host memory"
+        states = f"its {len(ranks)} ranks here keep {bytes_text(needed)} and more of offloaded layers in host memory"
         raise BadInput(file, f"{states}, {bytes_text(free_bytes)} are free", "offload fewer layers")
 
 

@@ -25,6 +25,7 @@ from shardwright_train.parallel.collectives import Redistribution
 from shardwright_train.parallel.context import StandIn
 from shardwright_train.parallel.data import GradientAllReduce, default_dtype, local_tensor, torch_dtype
 from shardwright_train.parallel.fused import fuse
+from shardwright_train.parallel.host_activations import HostActivations
 from shardwright_train.parallel.low_rank import low_rank_rules
 from shardwright_train.parallel.parallelize import ModuleStyle, ParallelModule, Sharing, parallelize
 from shardwright_train.parallel.process_groups import Groups
@@ -33,7 +34,7 @@ from shardwright_train.parallel.sequence import SHARED_ATTENTION
 from shardwright_train.parallel.sharding_rules import BUFFER
 from shardwright_train.parallel.tensor import TensorParallel, share_of
 from shardwright_train.parallel.weight_products import WeightProducts
-from shardwright_train.torch_private import end_of_weight_pass
+from shardwright_train.torch_private import end_of_weight_pass, storage_key, tree_leaves
 
 
 class GivenWeights(Protocol):
@@ -70,6 +71,13 @@ class RankContext:
         """Return the positions of a sample [s] in the order in which ranks hold them; None if it is unchanged."""
         order = position_order(self.plan, self.family.facts.attention.mask is Mask.CAUSAL)
         return None if order is None else torch.tensor(order, device=self.device)
+
+    @cached_property
+    def host_activations(self) -> HostActivations | None:
+        """Return what this rank's layers keep in host memory of activations; None if they keep none there."""
+        ranges = self.plan.stages[self.stage_index].layers
+        moves = any(layer.offloads_activations for low, high in ranges for layer in self.plan.layers[low:high])
+        return HostActivations(self.device) if moves else None
 
     @cached_property
     def stand_in(self) -> StandIn | None:
@@ -153,6 +161,8 @@ class Layer:
     """Random numbers of dropout; None if nothing is dropped."""
     replicas: int
     """Number of ranks with the same part of the states."""
+    host: HostActivations | None = None
+    """Where activations of this stage's layers go that are kept in host memory; None: none are."""
 
     @property
     def module(self) -> nn.Module:
@@ -206,7 +216,14 @@ class Layer:
             run = partial(recomputation.full, run)
         elif differentiates and recompute is Recompute.SELECTIVE and not self.compiled:
             run = partial(recomputation.selective, run)
-        output = run(*states)
+        if self.host is None:
+            output = run(*states)
+        elif differentiates and getattr(self.strategy, "offloads_activations", False):
+            with self.host.moving(rng_key, lambda: self._staying(batch)):
+                output = run(*states)
+        else:
+            self.host.settle()
+            output = run(*states)
         if not isinstance(output, WithLoss):
             return output
         if not self.family.auxiliary_loss:
@@ -214,6 +231,12 @@ class Layer:
         # Outside of what recomputation replays, so that no loss is noted twice.
         note_loss(self, output)
         return output.states
+
+    def _staying(self, batch: Batch) -> set[int]:
+        """Return the storages that stay on the device: of parameters, and of what other layers read, too."""
+        own = (*self.module.parameters(), *self.module.buffers())
+        shared = (x for x in tree_leaves((self.constants, batch)) if isinstance(x, Tensor))
+        return {storage_key(local_tensor(x)) for x in (*own, *shared)}
 
     def _run(self, *states: Tensor, batch: Batch, rng_key: RNGKey) -> States | WithLoss | Tensor:
         with nullcontext() if self.randomness is None else self.randomness.seeded(*rng_key):
@@ -274,6 +297,7 @@ def build_layer(
         compiled=compiled,
         randomness=randomness if family.dropout(config) > 0 else None,
         replicas=layout.replicas,
+        host=context.host_activations,
     )
 
 

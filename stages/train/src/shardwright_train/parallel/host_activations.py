@@ -1,0 +1,240 @@
+"""Activations in host memory: what a layer's backward pass reads goes there when it is saved, and comes back for it.
+
+Autograd asks for each tensor that it saves, the inputs that recomputation keeps among them. What stays on the device
+are parameters, and what many layers read: masks and positions. Tensors are moved by their storages, so that views of
+one are one copy. A layer's copies go beside the next layer's forward pass, and come beside the backward pass of the
+layer behind it. Copies change no bit.
+"""
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+
+from shardwright.launch.backend import on_accelerator
+from shardwright_train.torch_private import FakeTensor, storage_key, version_of
+
+
+class Copies(ABC):
+    """Copies of flat tensors between a rank's device and its host's memory."""
+
+    @abstractmethod
+    def out(self, x: Tensor) -> Tensor:
+        """Start to copy a tensor to host memory, and return the copy; the tensor must live until `wait`."""
+
+    @abstractmethod
+    def mark(self) -> torch.Event | None:
+        """Return a mark behind the copies to the host that have been started."""
+
+    @abstractmethod
+    def wait(self, mark: torch.Event | None) -> None:
+        """Let the device wait until the copies ahead of a mark have gone, so that their memory may be used again."""
+
+    @abstractmethod
+    def back(self, kept: Tensor) -> Tensor:
+        """Start to copy a tensor to the device; it may be read after `arrived`, and the copy on the host never."""
+
+    @abstractmethod
+    def arrived(self, x: Tensor) -> None:
+        """Let the device wait until a tensor is there."""
+
+
+class CountedCopies(Copies):
+    """Copies on a CPU, whose host memory is other tensors. They count what comes and goes, and the most of it."""
+
+    def __init__(self) -> None:
+        self.bytes_out = self.bytes_in = 0
+        self.host_bytes = self.most_host_bytes = 0
+        """Bytes in host memory now, and at most."""
+
+    def out(self, x: Tensor) -> Tensor:
+        """Return a copy; of a tensor without data one that takes no memory of the device."""
+        kept = torch.empty_like(x, device="meta") if isinstance(x, FakeTensor) else x.clone()
+        self.bytes_out += x.nbytes
+        self.host_bytes += x.nbytes
+        self.most_host_bytes = max(self.most_host_bytes, self.host_bytes)
+        weakref.finalize(kept, self._forget, x.nbytes)
+        return kept
+
+    def mark(self) -> None:
+        """Return nothing: the copies are there."""
+
+    def wait(self, mark: torch.Event | None) -> None:
+        """Do nothing."""
+
+    def back(self, kept: Tensor) -> Tensor:
+        """Return a copy."""
+        self.bytes_in += kept.nbytes
+        return torch.empty_like(kept, device="cpu") if kept.device.type == "meta" else kept.clone()
+
+    def arrived(self, x: Tensor) -> None:
+        """Do nothing."""
+
+    def _forget(self, size: int) -> None:
+        self.host_bytes -= size
+
+
+class PinnedCopies(Copies):
+    """Copies to and from pinned memory on a stream for each direction; the memory is kept for later copies."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._in, self._out = device, torch.Stream(device), torch.Stream(device)
+        self._free: dict[int, list[tuple[Tensor, torch.Event]]] = {}
+        """Pinned memory by its bytes, each with the event after which it may be written to."""
+        self._coming: dict[int, torch.Event] = {}
+        """Events of tensors on their way to the device, by storage."""
+
+    def out(self, x: Tensor) -> Tensor:
+        """Start a copy behind the computation so far."""
+        self._out.wait_event(self._computation.record_event())
+        if unused := self._free.get(x.nbytes):
+            memory, read = unused.pop()
+            self._out.wait_event(read)
+        else:
+            memory = torch.empty(x.nbytes, dtype=torch.uint8, pin_memory=True)
+        kept = memory.view(x.dtype)
+        with self._out:
+            kept.copy_(x, non_blocking=True)
+        return kept
+
+    def mark(self) -> torch.Event:
+        """Return the event of the last copy to the host."""
+        return self._out.record_event()
+
+    def wait(self, mark: torch.Event | None) -> None:
+        """Let the computation wait for an event."""
+        assert mark is not None
+        self._computation.wait_event(mark)
+
+    def back(self, kept: Tensor) -> Tensor:
+        """Start a copy into memory that this stream's computation so far may still use."""
+        x = torch.empty(kept.shape, dtype=kept.dtype, device=self._device)
+        self._in.wait_event(self._computation.record_event())
+        self._in.wait_event(self._out.record_event())
+        with self._in:
+            x.copy_(kept, non_blocking=True)
+        event = self._in.record_event()
+        self._coming[storage_key(x)] = event
+        self._free.setdefault(kept.nbytes, []).append((kept.view(torch.uint8), event))
+        return x
+
+    def arrived(self, x: Tensor) -> None:
+        """Let the computation wait for a tensor's copy, once."""
+        if (event := self._coming.pop(storage_key(x), None)) is not None:
+            self._computation.wait_event(event)
+
+    @property
+    def _computation(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self._device)
+
+
+class _Storage:
+    """A saved storage in host memory, and on the device while something is to read it."""
+
+    def __init__(self, kept: Tensor) -> None:
+        self.kept: Tensor | None = kept
+        self.here: Tensor | None = None
+        self.readers = 0
+
+
+class _Saved(NamedTuple):
+    """What autograd holds of a tensor that was moved."""
+
+    of: "_Pass"
+    storage: _Storage
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+
+class _Pass:
+    """A micro-batch's pass through a layer: what it has saved, and the pass through a layer ahead of it."""
+
+    def __init__(self, before: "_Pass | None") -> None:
+        self.before = before
+        self.storages: dict[tuple[int, torch.dtype, int], _Storage] = {}
+
+
+class _Sent(NamedTuple):
+    """Tensors whose copies to the host may be on their way, and the mark behind these."""
+
+    tensors: list[Tensor]
+    mark: torch.Event | None
+
+
+class HostActivations:
+    """The activations of a pipeline stage's layers that are in host memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.copies: Copies = PinnedCopies(device) if on_accelerator(device) else CountedCopies()
+        self._device = device
+        self._sent: _Sent | None = None
+        self._last: tuple[object, _Pass] | None = None
+
+    def settle(self) -> None:
+        """Give up the memory of what was sent to the host."""
+        if self._sent is not None:
+            self.copies.wait(self._sent.mark)
+            # Autograd holds `pack` as long as what it has saved, and `pack` holds this list.
+            self._sent.tensors.clear()
+            self._sent = None
+
+    @contextmanager
+    def moving(self, microbatch: object, stays: Callable[[], Collection[int]]) -> Iterator[None]:
+        """Move what autograd saves inside, in a layer's forward pass for a micro-batch.
+
+        `stays`: the keys of storages that stay on the device. What the layer before has sent to the host is given up
+        at the end.
+        """
+        going: list[Tensor] = []
+        ahead = self._last[1] if self._last is not None and self._last[0] == microbatch else None
+        saved = _Pass(ahead)
+        self._last = microbatch, saved
+
+        def pack(x: Tensor) -> Tensor | _Saved:
+            if x.device != self._device or not x.numel() or isinstance(x, DTensor):
+                return x
+            key = storage_key(x), x.dtype, version_of(x)
+            if key not in saved.storages:
+                if key[0] in stays():
+                    return x
+                with torch.no_grad():
+                    going.append(x.detach().as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0))
+                    saved.storages[key] = _Storage(self.copies.out(going[-1]))
+            storage = saved.storages[key]
+            storage.readers += 1
+            return _Saved(saved, storage, x.size(), x.stride(), x.storage_offset())
+
+        with saved_tensors_hooks(pack, self._unpacked):
+            yield
+        self.settle()
+        self._sent = _Sent(going, self.copies.mark())
+
+    def _unpacked(self, saved: Tensor | _Saved) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        self._fetch(saved.of)
+        here, storage = saved.storage.here, saved.storage
+        assert here is not None
+        self.copies.arrived(here)
+        if saved.of.before is not None:
+            self._fetch(saved.of.before)
+            saved.of.before = None
+        storage.readers -= 1
+        if not storage.readers:
+            storage.here = None
+        return here.as_strided(saved.size, saved.stride, saved.offset)
+
+    def _fetch(self, saved: _Pass) -> None:
+        """Start to copy back what a pass has saved, once."""
+        self.settle()
+        with torch.no_grad():
+            for storage in saved.storages.values():
+                if storage.kept is not None and storage.readers:
+                    storage.here, storage.kept = self.copies.back(storage.kept), None
