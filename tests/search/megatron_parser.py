@@ -42,7 +42,8 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--position-embedding-type", choices=["learned_absolute", "rope", "mrope", "relative", "none"])
     own.add_argument("--normalization", choices=["LayerNorm", "RMSNorm"])
     own.add_argument("--recompute-granularity", choices=["full", "selective"])
-    own.add_argument("--recompute-modules", nargs="*", choices=["core_attn", "layernorm", "mlp", "moe"])
+    modules = ["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act"]
+    own.add_argument("--recompute-modules", nargs="*", choices=modules)
     own.add_argument("--moe-router-score-function", choices=["softmax", "sigmoid"], default="softmax")
     own.add_argument("--no-rope-fusion", action="store_false", dest="apply_rope_fusion", default=None)
     own.add_argument("--rope-type", choices=["rope", "yarn"])

@@ -95,7 +95,8 @@ def test_what_torchtitan_leaves_out_means_what_it_means_there(tmp_path):
         ("--recompute-granularity selective", Recompute.NONE, ["core_attn"]),
         ("--recompute-activations", Recompute.NONE, ["core_attn"]),
         ("--recompute-granularity selective --recompute-modules core_attn mlp", Recompute.MLP, ["core_attn"]),
-        ("--recompute-granularity selective --recompute-modules layernorm", Recompute.NONE, ["layernorm"]),
+        ("--recompute-granularity selective --recompute-modules layernorm", Recompute.LIGHT, []),
+        ("--recompute-granularity selective --recompute-modules core_attn layernorm", Recompute.LIGHT, ["core_attn"]),
         ("--recompute-granularity selective --recompute-modules mlp", Recompute.MLP, []),
         ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", Recompute.FULL, []),
         ("", Recompute.NONE, []),
@@ -111,7 +112,10 @@ def test_modules_that_no_plan_recomputes_and_eager_core_attention_are_refused():
     setting = _question().setting
     for words, named in (
         ("--recompute-granularity selective --recompute-modules mla_up_proj", "recompute_modules mla_up_proj is not"),
-        ("--recompute-granularity selective --recompute-modules mlp moe", "recompute_modules moe is not priced"),
+        (
+            "--recompute-granularity selective --recompute-modules mlp moe",
+            "recompute_modules moe is not priced by itself",
+        ),
         ("--recompute-granularity half", "recompute_granularity 'half': choose full, selective"),
     ):
         with pytest.raises(BadInput, match=named):
@@ -174,7 +178,7 @@ def test_each_kind_of_recomputation_that_is_documented_is_priced():
         plan = reading_of(f"tp=8,mbs=1,recompute={kind}", question.setting).plan
         held[kind] = evaluate(plan, question.profiles).estimate.memory_bytes
     assert held[Recompute.FULL] < held[Recompute.SELECTIVE] < held[Recompute.NONE]
-    assert max(held[Recompute.MLP], held[Recompute.ATTENTION]) < held[Recompute.NONE]
+    assert max(held[Recompute.MLP], held[Recompute.ATTENTION], held[Recompute.LIGHT]) < held[Recompute.NONE]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from test_search_consistency import differences, interleaved_world
 from shardwright.command.command_line import _exit_code
 from shardwright.devices.table import read_devices
 from shardwright.estimate.accuracy import EXPANDABLE
-from shardwright.estimate.held import BY_MEGATRON_CORE, BY_NANOTRON, Module
+from shardwright.estimate.held import BY_MEGATRON_CORE, BY_NANOTRON, LIGHT, Module
 from shardwright.estimate.runtimes import RuntimeName
 from shardwright.io import BadInput
 from shardwright.models.adapter_config import read_adapter
@@ -163,6 +163,19 @@ def test_llama_3_70b_in_fp8_under_megatron_is_near_its_measured_peaks(tp_size, p
     assert estimate.memory_bytes < 70 * GIB
     in_bf16 = priced(replace(options, precision="bfloat16"), chunks=5, pp_size=pp_size, tp_size=tp_size, **layer)
     assert in_bf16[1].memory_bytes > estimate.memory_bytes, "inputs of products take two bytes there"
+
+
+@pytest.mark.parametrize("ep_size", [1, 8])
+def test_light_recomputation_is_that_of_its_modules(ep_size):
+    """Of a model with latents and experts, in time and memory; experts' exchanges are as without it."""
+    gpus = f"1x{ep_size}:H100-SXM"
+    asked = {"model": "deepseek-v2-lite", "gpus": gpus, "batch": ep_size, "seq": 4096}
+    options = AdviseOptions(**asked, runtime=RuntimeName.MEGATRON_CORE)
+    experts = {"experts": ExpertStrategy(ep_size=8, etp_size=1, data_parallel=DataParallel.DDP)} if ep_size > 1 else {}
+    plain, light = (priced(options, recompute=kind, **experts)[1] for kind in (Recompute.NONE, Recompute.LIGHT))
+    modules = priced(replace(options, recompute_modules=LIGHT), **experts)[1]
+    assert light == modules
+    assert (light.memory_bytes, light.simulated_step_time_s) != (plain.memory_bytes, plain.simulated_step_time_s)
 
 
 @pytest.mark.parametrize("ep_size", [1, 8])

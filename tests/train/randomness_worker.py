@@ -17,7 +17,17 @@ from random_plans import random_plan
 from tiny_models import batch_of, engine_of, tiny
 from torch import Tensor, nn
 
-from shardwright.types import EMBEDDING, HEAD, LayerStrategy, Model, Plan, Recompute, SequenceParallel, Strategy
+from shardwright.types import (
+    EMBEDDING,
+    HEAD,
+    RECOMPUTE_RUN,
+    LayerStrategy,
+    Model,
+    Plan,
+    Recompute,
+    SequenceParallel,
+    Strategy,
+)
 from shardwright_train.data.share import Batch
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.process_groups import Groups
@@ -127,7 +137,7 @@ def same_on_both_ranks(tensors: list[Tensor]) -> bool:
 def findings(runner: Runner) -> dict[str, Any]:
     every = [COPIES, POSITIONS_APART, HEADS_APART, SAMPLES_APART]
     plain = runner.run(plan_of(every)).gradients
-    recomputed = {r.value: plan_of(every, r) for r in Recompute if r is not Recompute.NONE}
+    recomputed = {r.value: plan_of(every, r) for r in RECOMPUTE_RUN if r is not Recompute.NONE}
     found: dict[str, Any] = {
         "repeated": same(plain, runner.run(plan_of(every)).gradients),
         "recomputed": {name: same(plain, runner.run(plan).gradients) for name, plan in recomputed.items()},
@@ -167,7 +177,7 @@ def paths(runner: Runner) -> dict[str, Any]:
         "stale": same(plain, stale),
         "recomputed": {
             r.value: same(plain, runner.run(plan_of(both, r, PYRAMID)).gradients)
-            for r in Recompute
+            for r in RECOMPUTE_RUN
             if r is not Recompute.NONE
         },
         "copies_equal": same_on_both_ranks(copies.outputs),

@@ -23,7 +23,15 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama import modeling_llama as llama
 
 from shardwright.io import write_document
-from shardwright.types import DataParallel, LayerStrategy, Plan, Plans, Recompute, SequenceParallel, Strategy
+from shardwright.types import (
+    RECOMPUTE_RUN,
+    DataParallel,
+    LayerStrategy,
+    Plan,
+    Plans,
+    SequenceParallel,
+    Strategy,
+)
 from shardwright_train.models.base import family_named
 from shardwright_train.parallel.fused import fuse, fusible
 
@@ -92,8 +100,8 @@ def test_one_block_is_fused_and_the_stock_class_stays_as_it_is() -> None:
 
 
 def on_two_ranks(name: str, dtype: str, family: str = "llama", vocab_size: int = 64, **sharding: Any) -> Plan:
-    plan = random_plan(tiny(family, vocab_size=vocab_size, num_hidden_layers=len(Recompute)), 0, 2, dtype, stages=1)
-    layers = tuple(LayerStrategy(type="block", recompute=recompute, **sharding) for recompute in Recompute)
+    plan = random_plan(tiny(family, vocab_size=vocab_size, num_hidden_layers=len(RECOMPUTE_RUN)), 0, 2, dtype, stages=1)
+    layers = tuple(LayerStrategy(type="block", recompute=recompute, **sharding) for recompute in RECOMPUTE_RUN)
     fused = EVERYTHING if family == "llama" else EVERYTHING[1:]
     return msgspec.structs.replace(
         plan, name=name, layers=layers, embedding=Strategy(**sharding), head=Strategy(**sharding), fused=fused

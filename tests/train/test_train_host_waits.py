@@ -24,11 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwright.types import (
+    RECOMPUTE_RUN,
     ExpertStrategy,
     LayerStrategy,
     PipelineStage,
     Plan,
-    Recompute,
     Schedule,
     Strategy,
 )
@@ -173,7 +173,7 @@ def test_the_host_waits_once_a_step_on_every_stage_of_each_family(family: str) -
 
 def sparse_plan(ranks: int, **layer: Any) -> Plan:
     """Two microbatches in bf16 of a model with experts in all blocks, of which each recomputes something else."""
-    kinds = list(Recompute)
+    kinds = list(RECOMPUTE_RUN)
     types = ["sliding_attention", "full_attention"]
     model = tiny("gpt_oss", num_hidden_layers=len(kinds), layer_types=[types[i % 2] for i in range(len(kinds))])
     layers = [

@@ -16,7 +16,15 @@ from shardwright.models.adapter_config import adapter_of_config
 from shardwright.models.description import model_of_config
 from shardwright.models.low_rank import adapt, adapter_config
 from shardwright.models.registry import read_presets
-from shardwright.types import ContextParallel, DataParallel, GradientReduction, Plan, Precision, SequenceParallel
+from shardwright.types import (
+    ContextParallel,
+    DataParallel,
+    GradientReduction,
+    Plan,
+    Precision,
+    Recompute,
+    SequenceParallel,
+)
 from shardwright_search.options import System, UniformRequest
 from shardwright_search.systems.entry import Setting
 from shardwright_search.systems.registry import SYSTEMS
@@ -103,6 +111,32 @@ def test_nvfp4_is_exported_to_megatron_and_nowhere_else(make):
         SYSTEMS[System.MEGATRON].export(replace(sharded, gradient_reduction=EVERY), PLAN)
     for system in (System.DEEPSPEED, System.ACCELERATE, System.GALVATRON, System.TORCHTITAN):
         with pytest.raises(BadInput, match="cannot express precision float32/nvfp4/float32"):
+            SYSTEMS[system].export(replace(plan, gradient_reduction=EVERY), PLAN)
+
+
+@pytest.mark.parametrize(
+    ("model", "modules"),
+    [
+        ("llama-3-8b", ["layernorm"]),
+        ("qwen3-30b-a3b", ["layernorm", "moe_act"]),
+        ("deepseek-v3", ["layernorm", "moe_act", "mla_up_proj"]),
+    ],
+)
+def test_light_recomputation_is_of_the_modules_that_a_model_has_and_is_read_back(make, model, modules):
+    plan = named(make, model, recompute=Recompute.LIGHT)
+    given = megatron(plan)
+    assert (given.recompute_granularity, given.recompute_modules) == ("selective", modules)
+    for system in (System.MEGATRON, System.MEGATRON_BRIDGE):
+        text = SYSTEMS[system].export(plan, PLAN).text
+        TAKEN[system](text)
+        setting = Setting(plan.model, plan.cluster, plan.global_batch_size, plan.precision)
+        read = SYSTEMS[system].read(text, SYSTEMS[system].file_name, setting).plan
+        assert {layer.recompute for layer in read.layers} == {Recompute.LIGHT}
+    mixed = replace(plan, layers=(replace(plan.layers[0], recompute=Recompute.NONE), *plan.layers[1:]))
+    with pytest.raises(BadInput, match="cannot express"):
+        SYSTEMS[System.MEGATRON].export(mixed, PLAN)
+    for system in (System.TORCHTITAN, System.ACCELERATE, System.DEEPSPEED, System.GALVATRON):
+        with pytest.raises(BadInput, match="cannot express"):
             SYSTEMS[system].export(replace(plan, gradient_reduction=EVERY), PLAN)
 
 

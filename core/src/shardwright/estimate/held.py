@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from shardwright.estimate.part import Part
 from shardwright.io import Value
+from shardwright.types import Recompute
 
 
 class Module(StrEnum):
@@ -26,6 +27,10 @@ class Module(StrEnum):
     """Scores of attention, which flash kernels do not keep anyway."""
     MOE = "moe"
     """A router and its experts as a whole."""
+
+
+LIGHT = Module.LAYERNORM, Module.MOE_ACT, Module.MLA_UP_PROJ
+"""Modules that `Recompute.LIGHT` recomputes."""
 
 
 class Held(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,6 +72,12 @@ class Held(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if self.recomputed:
             words.append(f"{', '.join(self.recomputed)} recomputed (--recompute-modules)")
         return ", ".join(words) + (f", {self.reserved:g} times its tensors reserved" if self.reserved != 1 else "")
+
+    def under(self, recompute: Recompute) -> "Held":
+        """Return what is held of a layer with a kind of recomputation, which may be of modules."""
+        if recompute is not Recompute.LIGHT:
+            return self
+        return replace(self, recomputed=tuple(dict.fromkeys((*self.recomputed, *LIGHT))))
 
     def part(self, part: Part, itemsize: int, narrow_bits: float | None, is_sharded: bool) -> Part:
         """Return a part of a layer with the tensors that this runtime saves.

@@ -199,6 +199,7 @@ def estimate_layer(
         stream = Part(name=experts.name, flops=0, outside=0, result=experts.result, kernels=0)
         parts = (*before, _at_positions(router, share), stream)
     recompute = getattr(strategy, "recompute", Recompute.NONE)
+    machine = machine._replace(held=machine.held.under(recompute))
     replayed = _replayed(parts, recompute)
     both = Pass.FORWARD, Pass.BACKWARD
     there, back = (_messages(model, type_name, strategy, micro_batch_size, share.itemsize, way) for way in both)
@@ -265,7 +266,8 @@ def host_s(
     parts, habits = layer_parts(model, type_name, True, machine.compiled), machine.experts
     sparse = model.types[type_name].experts is not UNSET
     # A graph of parts of a layer does not hold what is computed again (`TransformerConfig` of megatron-core).
-    partial = habits.graphs is Graphs.PARTIAL and recompute.replays_experts
+    replays = recompute.replays_experts or recompute is Recompute.LIGHT
+    partial = habits.graphs is Graphs.PARTIAL and replays
     graphs = Graphs.NONE if partial else habits.graphs
     kernels = again = 0
     for part in parts[: -1 if sparse else None] if graphs is Graphs.NONE or not sparse else ():
@@ -309,6 +311,7 @@ def estimate_experts(model: Model, key: ExpertKey, precision: Precision, machine
     kernels = part.fused_kernels if machine.compiled and part.fused_kernels is not None else part.kernels
     part = replace(part, trained=kind.trained_share, kernels=kernels)
     share = _Share(1, itemsize, 1.0, 1.0, 1.0, 1.0, False, False)
+    machine = machine._replace(held=machine.held.under(key.recompute))
     replayed = _replayed([part], key.recompute)
     forward_s = _part_time_s(part, share, machine)
     replay_s = _between_products_s if key.recompute is Recompute.SELECTIVE else _part_time_s

@@ -52,11 +52,18 @@ class Recompute(StrEnum):
     """Activations of the feed-forward part are recomputed."""
     SELECTIVE = "selective"
     """Activations other than results of matrix products and of attention are recomputed (Korthikanti et al. 2022)."""
+    LIGHT = "light"
+    """Results of norms, of experts' activation functions, and of products with latents are recomputed, as Megatron-LM's
+    modules layernorm, moe_act and mla_up_proj do; estimated and exported, not run."""
 
     @property
     def replays_experts(self) -> bool:
         """Return whether the backward pass recomputes the experts, and the part of the layer before them."""
         return self in (Recompute.FULL, Recompute.SELECTIVE, Recompute.MLP)
+
+
+RECOMPUTE_RUN = tuple(kind for kind in Recompute if kind is not Recompute.LIGHT)
+"""The kinds that this project's runtime runs and measures."""
 
 
 class Offload(StrEnum):
@@ -164,7 +171,7 @@ class LayerStrategy(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ValueError("context ring needs cp_size above 1: leave it out")
         if self.offload is Offload.NONE:
             raise ValueError("offload none: leave it out")
-        if self.offloads_activations and not self.moves_activations:
+        if self.offload is not UNSET and self.offloads_activations and not self.moves_activations:
             raise ValueError(f"offload {self.offload} needs recompute full, or none where no rank gathers positions")
         if self.experts is UNSET:
             return

@@ -258,7 +258,7 @@ def _cost_of_limits(answer: SearchAnswer, within: Within) -> str:
     best = f"{estimate.simulated_step_time_s:.4g} s a step, {plan_words(other)}"
     known = ", as far as is known" if within.unlimited.stopped else ""
     if other == answer.chosen.plan:
-        return f"the limits of {name} cost nothing{known}: this is the best of all plans that Shardwright runs"
+        return f"the limits of {name} cost nothing{known}: no plan that Shardwright runs is faster"
     return f"the limits of {name} cost a factor of {ratio:.3f}{known}: without them, on the same kernels, {best}"
 
 

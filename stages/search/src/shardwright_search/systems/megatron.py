@@ -63,7 +63,7 @@ from shardwright_search.systems.exporting import (
 )
 from shardwright_search.systems.launch import Program
 from shardwright_search.systems.megatron_layout import written_layout
-from shardwright_search.systems.megatron_reader import COMM_TYPES, read_arguments, read_megatron
+from shardwright_search.systems.megatron_reader import COMM_TYPES, light_modules, read_arguments, read_megatron
 from shardwright_search.systems.megatron_tuned import tuned_environment, tuned_options
 
 # Attention: heads, and the latents that they may be computed from.
@@ -355,7 +355,8 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 # The plan.
 
 _TARGET = "Megatron-LM"
-_KINDS = (Recompute.NONE, Recompute.FULL, Recompute.MLP)
+_OF_MODULES = (Recompute.MLP, Recompute.LIGHT)
+_KINDS = (Recompute.NONE, Recompute.FULL, Recompute.MLP, Recompute.LIGHT)
 """Recomputation that it has in common with plans; the last is its selective kind of the module `mlp`."""
 _FSDP = "--use-megatron-fsdp"
 _SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED_1F1B)
@@ -525,13 +526,17 @@ def _environment(uniform: UniformStrategy, options: Arguments) -> tuple[str, ...
 def _recompute(plan: Plan, ranges: Sequence[tuple[int, int]], target: ExportTarget) -> Arguments:
     """Return the options for recomputation: of all layers, or of the first layers of each range.
 
-    The feed-forward parts are recomputed in every layer or none, and in no layer beside whole ones.
+    The feed-forward parts, or light modules, are recomputed in every layer or none, and in no layer beside whole ones.
     """
-    parts = [layer.recompute is Recompute.MLP for layer in plan.layers]
-    if any(parts):
-        i = parts.index(False) if not all(parts) else 0
-        feature = f"layers[{i}]: recompute {plan.layers[i].recompute}, where others have mlp"
-        target.demand(all(parts), feature, "recompute all layers in the same way")
+    kind = next((layer.recompute for layer in plan.layers if layer.recompute in _OF_MODULES), None)
+    if kind is not None:
+        other = next((i for i, layer in enumerate(plan.layers) if layer.recompute is not kind), 0)
+        feature = f"layers[{other}]: recompute {plan.layers[other].recompute}, where others have {kind}"
+        alike = all(layer.recompute is kind for layer in plan.layers)
+        target.demand(alike, feature, "recompute all layers in the same way")
+    if kind is Recompute.LIGHT:
+        return {"--recompute-granularity": "selective", "--recompute-modules": light_modules(plan.model)}
+    if kind is Recompute.MLP:
         kinds = {plan.model.types[layer.type].experts is UNSET for layer in plan.layers}
         modules = tuple("mlp" if dense else "moe" for dense in sorted(kinds, reverse=True))
         return {"--recompute-granularity": "selective", "--recompute-modules": modules}
@@ -619,7 +624,11 @@ MEGATRON = Entry(
     ),
     runtime=RUNTIMES[RuntimeName.MEGATRON_CORE],
     limits=megatron_limits,
-    unsearched=("recomputation of some layers of a stage (block)", "optimizer instances", "core_attn and layernorm"),
+    unsearched=(
+        "recomputation of some layers of a stage (block)",
+        "optimizer instances",
+        "core_attn, and light modules one by one",
+    ),
     file_name="args.txt",
     mark="",
     export=megatron_arguments,

@@ -221,7 +221,11 @@ MEGATRON_BRIDGE = Entry(
     ),
     runtime=RUNTIMES[RuntimeName.MEGATRON_CORE],
     limits=bridge_limits,
-    unsearched=("recomputation of some layers of a stage (block)", "optimizer instances", "core_attn and layernorm"),
+    unsearched=(
+        "recomputation of some layers of a stage (block)",
+        "optimizer instances",
+        "core_attn, and light modules one by one",
+    ),
     file_name="recipe.py",
     mark="ConfigContainer",
     export=bridge_recipe,

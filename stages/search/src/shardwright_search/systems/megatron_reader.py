@@ -13,8 +13,10 @@ from itertools import accumulate, pairwise
 from msgspec import UNSET
 from msgspec.structs import replace
 
+from shardwright.estimate.held import LIGHT, Module
 from shardwright.io import BadInput
 from shardwright.models.mtp import mtp_layers
+from shardwright.models.registry import FAMILIES
 from shardwright.types import (
     FP8,
     NARROW_BITS,
@@ -23,6 +25,7 @@ from shardwright.types import (
     ContextParallel,
     DataParallel,
     GradientReduction,
+    Model,
     Plan,
     Recompute,
     SequenceParallel,
@@ -165,7 +168,6 @@ _CORE_ATTENTION = (
     "Megatron-LM's core_attn recomputes attention between its projections alone: flash attention keeps no scores, "
     "so that this frees nothing, and its second forward pass is not priced"
 )
-_LAYER_NORM = "that norms are recomputed (layernorm) is not priced"
 
 
 def read_arguments(text: str, file: str, setting: Setting) -> Reading:
@@ -379,14 +381,30 @@ def _recompute(file: str, given: Words, setting: Setting) -> tuple[Recompute, li
     if granularity != "selective":
         raise BadInput(file, f"recompute_granularity {granularity!r}", "choose full, selective")
     modules = set(given.get("recompute_modules") or ("core_attn",))
-    if any(setting.model.types[name].experts is not UNSET for name in setting.model.layers):
+    light = set(light_modules(setting.model))
+    if light <= modules and modules <= light | {"core_attn"}:
+        return Recompute.LIGHT, [_CORE_ATTENTION] * ("core_attn" in modules)
+    if _has_experts(setting.model):
         modules = {"mlp" if name == "moe" else name for name in modules}
-    if unknown := sorted(modules - {"core_attn", "mlp", "layernorm"}):
-        raise BadInput(file, f"recompute_modules {unknown[0]} is not priced", "choose core_attn, mlp, layernorm")
+    if unknown := sorted(modules - {"core_attn", "mlp"}):
+        problem = f"recompute_modules {unknown[0]} is not priced by itself"
+        raise BadInput(file, problem, f"choose core_attn, mlp, or all of {', '.join(sorted(light))}")
     if "core_attn" in modules and setting.attention is Attention.EAGER:
         raise BadInput(file, "recompute_modules core_attn with eager attention is not priced", "take flash attention")
-    notes = [note for name, note in (("core_attn", _CORE_ATTENTION), ("layernorm", _LAYER_NORM)) if name in modules]
+    notes = [_CORE_ATTENTION] * ("core_attn" in modules)
     return Recompute.MLP if "mlp" in modules else Recompute.NONE, notes
+
+
+def light_modules(model: Model) -> tuple[str, ...]:
+    """Return the modules of Megatron-LM that light recomputation is of: those that the model has."""
+    facts = FAMILIES.get(model.family)
+    latents = facts is not None and facts.attention.latents(facts.configured(model.config)) is not None
+    has = {Module.MOE_ACT: _has_experts(model), Module.MLA_UP_PROJ: latents}
+    return tuple(str(module) for module in LIGHT if has.get(module, True))
+
+
+def _has_experts(model: Model) -> bool:
+    return any(model.types[name].experts is not UNSET for name in model.layers)
 
 
 def _first_recomputed(file: str, given: Words, plan: Plan) -> Plan:

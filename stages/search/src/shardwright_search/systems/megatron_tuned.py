@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from msgspec import UNSET
 
-from shardwright.types import Plan
+from shardwright.types import Plan, Recompute
 from shardwright_search.cost_model.layer import has_other_passes
 from shardwright_search.space.uniform import UniformStrategy
 from shardwright_search.systems.exporting import scaled_in
@@ -40,11 +40,12 @@ def tuned_options(plan: Plan, uniform: UniformStrategy) -> Mapping[str, str | bo
         "--moe-flex-dispatcher-backend": "hybridep" if in_blocks or joined else "deepep",
     }
     replays = any(layer.recompute.replays_experts for layer in plan.layers)
+    light = any(layer.recompute is Recompute.LIGHT for layer in plan.layers)
     if has_other_passes(uniform.pp_size, plan.num_microbatches, uniform.chunks) and not replays:
         options |= {_OVERLAP: True}
     if in_blocks:
         return {**options, **_IN_BLOCKS}
-    if not replays:
+    if not (replays or light):
         scope = ("attn", "moe_router", "moe_preprocess")
         return {**options, "--cuda-graph-impl": "transformer_engine", "--cuda-graph-scope": scope}
     return options

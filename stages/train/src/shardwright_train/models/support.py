@@ -13,7 +13,7 @@ from shardwright.models.registry import FAMILIES
 from shardwright.plan.axes import axes_of
 from shardwright.plan.offload import check_offload
 from shardwright.plan.supported_fields import check_fields
-from shardwright.types import HEAD, NARROW_BITS, Attention, GradientReduction, Plan
+from shardwright.types import HEAD, NARROW_BITS, Attention, GradientReduction, Plan, Recompute
 from shardwright_train.imports import without_collection
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
@@ -94,6 +94,8 @@ def _beyond(plan: Plan) -> Iterator[tuple[str, str]]:
     if precision.tf32 and _on_cpu(plan):
         yield "precision tf32 needs CUDA, but the plan is for cpu", "leave it out"
     formats = (precision.parameters, precision.compute, precision.reduce)
+    if any(layer.recompute is Recompute.LIGHT for layer in plan.layers):
+        yield f"recompute {Recompute.LIGHT} is only for estimates and exports", f"choose {Recompute.SELECTIVE}"
     if precision.compute in NARROW_BITS:
         yield f"precision {precision.compute} is only for estimates", "compute in bfloat16"
     if "float16" in formats and formats != _MIXED_FLOAT16:
