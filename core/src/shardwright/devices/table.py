@@ -77,6 +77,9 @@ class Device(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host_bytes_per_s: Rate | None = None
     """Rate of copies to or from host memory in one direction while all devices of a node copy; None: that of PCIe."""
     host_bytes_per_s_source: _Text | None = None
+    host_updates_per_s: Rate | None = None
+    """Parameters that the host of a node updates a second with AdamW for each of its devices, all at once."""
+    host_updates_per_s_source: _Text | None = None
     network_bytes_per_s: Rate | None = None
     """Bandwidth from a node to others for each of its devices, in one direction."""
     network_bytes_per_s_source: _Text | None = None

@@ -61,7 +61,7 @@ def host_inputs(plan: Plan, rank: int) -> int:
 
 
 def host_states(plan: Plan, rank: int) -> tuple[int, ...]:
-    """Return the bytes of the states that a rank keeps in host memory, by parameter."""
+    """Return the bytes of states, and of parameters that the host updates, in a rank's host memory, by parameter."""
     optimizer, stage = OPTIMIZERS[plan.optimizer], plan.stage_of_rank(rank)
     me, stored = plan.stages[stage].ranks.index(rank), plan.precision.parameters
     sizes = []
@@ -72,5 +72,6 @@ def host_states(plan: Plan, rank: int) -> tuple[int, ...]:
             for parameter in plan.model.types[kind].trained_parameters:
                 lengths = [high - low for low, high in parameter_box(parameter, strategy, me)]
                 columns = lengths[-1] if len(lengths) > 1 else 0
-                sizes.append(optimizer.held_bytes([Shard(prod(lengths), parameter.shape, columns)], stored))
+                states = optimizer.held_bytes([Shard(prod(lengths), parameter.shape, columns)], stored)
+                sizes.append(states + prod(lengths) * ITEMSIZE[stored] * strategy.updates_on_host)
     return tuple(sizes)

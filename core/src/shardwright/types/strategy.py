@@ -77,6 +77,8 @@ class Offload(StrEnum):
     """What a micro-batch's backward pass reads, which comes for that pass."""
     BOTH = "both"
     """The optimizer's states and activations."""
+    UPDATE = "update"
+    """The optimizer's states, with which the host's processor updates the parameters."""
 
 
 class Strategy(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, order=True):
@@ -199,7 +201,12 @@ class LayerStrategy(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def offloads_optimizer(self) -> bool:
         """Return whether the optimizer's states of the layer stay in host memory."""
-        return self.offload in (Offload.OPTIMIZER, Offload.BOTH)
+        return self.offload in (Offload.OPTIMIZER, Offload.BOTH, Offload.UPDATE)
+
+    @property
+    def updates_on_host(self) -> bool:
+        """Return whether the host updates the layer's parameters."""
+        return self.offload is Offload.UPDATE
 
     @property
     def offloads_activations(self) -> bool:

@@ -103,8 +103,9 @@ class AdviseOptions(TrainedParts, frozen=True, kw_only=True):
     """Type of gradients that are summed up and reduced; by default that of the stored parameters."""
     optimizer: tuple[Literal["any", OptimizerName], ...] = ("adamw",)
     """Optimizer; repeat it, or give `any`, to choose the one with the fastest plan."""
-    offload: Literal["none", "optimizer", "activations", "any"] = "none"
-    """What layers may keep in host memory, if it makes room: optimizer states, activations, or any of both."""
+    offload: Literal["none", "optimizer", "update", "activations", "any"] = "none"
+    """What layers may keep in host memory, if it makes room: optimizer states, which the device updates, or the host
+    (update), activations, or any of these."""
     host_memory_gib: Gib | None = None
     """Host memory of a node for that, in GiB; by default twice the memory of its GPUs."""
     loss_chunks: Count = 1

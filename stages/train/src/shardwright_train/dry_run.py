@@ -131,7 +131,7 @@ def simulate_step(
                 with sent:
                     engine.forward_backward(step, hook)
             gradients = sum(_gradient_bytes(p) for p in optimizer.parameters.values() if p.requires_grad)
-            copies = copied_bytes(sum(x.nbytes for x in states.values()) for states in optimizer.host_states)
+            copies = copied_bytes(sum(x.nbytes for x in states.values()) for states in optimizer.streamed_states)
         return SimulatedStep(
             message_bytes=dict(sent.bytes),
             parameters_bytes=parameters,

@@ -177,7 +177,7 @@ def question_of(options: AdviseOptions) -> Question:
         attention=attention,
         compile=options.compile,
         loss_chunks=options.loss_chunks,
-        offload=tuple(Offload) if options.offload == "any" else tuple({Offload.NONE: 0, Offload(options.offload): 0}),
+        offload=_offloads(options, machines),
     )
     lengths = priced_lengths(model.sequence_length, request.cp_sizes, options.against)
     models = (model, *(model_of(replace(options, seq=length))[0] for length in lengths))
@@ -205,6 +205,14 @@ def question_of(options: AdviseOptions) -> Question:
         None if other is None else profiles_under(other),
         options.tuned,
     )
+
+
+def _offloads(options: AdviseOptions, machines: Machines) -> tuple[Offload, ...]:
+    """Return what layers may offload; hosts update parameters where their rate is known."""
+    if options.offload != "any":
+        return tuple(dict.fromkeys((Offload.NONE, Offload(options.offload))))
+    known = all(node.host_updates_per_s is not UNSET for node in machines.cluster.node_types.values())
+    return tuple(kind for kind in Offload if known or kind is not Offload.UPDATE)
 
 
 def _is_text(model: Model) -> bool:
@@ -424,8 +432,13 @@ def _with_host(
     share, published = Efficiencies().link, rate
     rate = share * published
     copied = f"offload: {rate / 1e9:g} GB/s each way, an estimate: {share:g} of the published rate; {source}"
-    words = copied, f"host memory of a node of {key}: {gib:g} GiB, {given}"
-    return replace(node_type, host_memory_gib=gib, host_bytes_per_s=rate), words
+    words = [copied, f"host memory of a node of {key}: {gib:g} GiB, {given}"]
+    if (updates := device.host_updates_per_s) is not None:
+        words.append(f"offload update: {updates:g} parameters/s for each GPU; {device.host_updates_per_s_source}")
+    elif options.offload == "update":
+        raise BadInput("--offload", f"the table has no rate of updates by the host of {key}", "offload optimizer")
+    given_rates = {"host_bytes_per_s": rate, "host_updates_per_s": UNSET if updates is None else updates}
+    return replace(node_type, host_memory_gib=gib, **given_rates), tuple(words)
 
 
 def _network(options: AdviseOptions, key: str, figures: _TypeFigures) -> tuple[NodeRates, str]:

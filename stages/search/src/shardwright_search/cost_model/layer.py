@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from shardwright.io import BadInput
 from shardwright.key import LayerKey
@@ -63,6 +63,7 @@ from shardwright_search.cost_model.layer_cost import picoseconds as picoseconds
 from shardwright_search.cost_model.loss_chunks import LossChunks
 from shardwright_search.cost_model.parameters import (
     AllOverlapped,
+    HostRates,
     LayerParameters,
     ParameterCosts,
     joined_parameters,
@@ -382,7 +383,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         """Return what a layer's micro-batch moves to the host and back, by the slowest link of the stage's nodes."""
         if not (isinstance(strategy, LayerStrategy) and strategy.offloads_activations):
             return MovedActivations()
-        rate = min(self.host_rate(name) for name in topology.type_names)
+        rate = min(self._host_rate(name, "host_bytes_per_s") for name in topology.type_names)
         on_cpu = any(self.cluster.node_types[name].on_cpu for name in topology.type_names)
         return MovedActivations(ceil(activation_bytes), rate, overlaps=not on_cpu)
 
@@ -453,14 +454,17 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         group = parameter_groups(self.model.types[type_name], strategy)[number]
         if tied:
             group = group.without({name for _, name in self.model.tied})
-        offloads = isinstance(strategy, LayerStrategy) and strategy.offloads_optimizer
-        rate = self.host_rate(topology.node_type) if offloads else None
-        return parameter_costs(*given, type_name, group, topology, states, single_microbatch, rate)
+        host = None
+        if isinstance(strategy, LayerStrategy) and strategy.offloads_optimizer:
+            updates = self._host_rate(topology.node_type, "host_updates_per_s") if strategy.updates_on_host else None
+            host = HostRates(self._host_rate(topology.node_type, "host_bytes_per_s"), updates)
+        return parameter_costs(*given, type_name, group, topology, states, single_microbatch, host)
 
-    def host_rate(self, node_type: str) -> float:
-        """Return the bytes per second of copies between a device and its host; BadInput if they are not given."""
-        if (rate := self.cluster.node_types[node_type].host_bytes_per_s) is UNSET:
-            problem = f"node type {node_type} has no host_bytes_per_s, by which offload is priced"
+    def _host_rate(self, node_type: str, name: str) -> float:
+        """Return a rate of a node type's host; BadInput if it is not given."""
+        rate: float | UnsetType = getattr(self.cluster.node_types[node_type], name)
+        if rate is UNSET:
+            problem = f"node type {node_type} has no {name}, by which offload is priced"
             raise BadInput(f"cluster {self.cluster.name}", problem, "add it to the cluster file")
         return rate
 

@@ -53,6 +53,15 @@ _ORDERS = 2
 """Copies of a matrix in FP8 or NVFP4: as products of the forward pass and of the backward pass read it."""
 
 
+class HostRates(NamedTuple):
+    """Rates of a device's host, while it works for all devices of its node."""
+
+    bytes_per_s: float
+    """Of copies, one way."""
+    updates_per_s: float | None = None
+    """Parameters that it updates; None: the device does."""
+
+
 class ParameterMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of one layer's parameters on one rank."""
 
@@ -86,7 +95,7 @@ class ParameterMemory(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: int
     """The optimizer's states of the shard."""
     host: int = 0
-    """Those of offloaded layers, which are in host memory."""
+    """Those of offloaded layers, which are in host memory, with parameters that the host updates."""
     buffers: int
     """FSDP2's buffers for a layer's collectives while the layer runs: 2cP for gathers under ZeRO-3, rP for reductions.
 
@@ -121,11 +130,13 @@ def parameter_memory(
     is_first_layer: bool = False,
     held: Held = OURS,
     offloaded: bool = False,
+    streams: bool = False,
 ) -> ParameterMemory:
     """Return the memory of one layer's parameters on one rank.
 
     `deferred`: several microbatches are summed up before the reduction; `reduce_every_microbatch`: they are reduced one
-    by one. With a single microbatch neither holds.
+    by one. With a single microbatch neither holds. `offloaded`: its states are in host memory; `streams`: and come to
+    the device for the update.
     """
     axes, ddp = axes_of(strategy).dense, strategy.data_parallel is DataParallel.DDP
     computed = _computed_bytes(kind, precision, axes)
@@ -153,14 +164,14 @@ def parameter_memory(
         gradient_buffer=0,
         gradient_sums=shard_bytes * (replicated and reduce_every_microbatch),
         optimizer=0 if offloaded else states,
-        host=states if offloaded else 0,
+        host=(states + shard_bytes * (not streams)) if offloaded else 0,
         buffers=fsdp * (copies * computed * zero3 + (shard_bytes if deferred else full_bytes)),
         unreduced_gradients=_bucket_bytes(kind, axes.tensor.size, precision)
         if replicated
         else full_bytes * (fsdp and not deferred),
     )
     whole = workspace_bytes(kind.parameters, axes.replicas) if optimizer.whole_matrices else 0
-    if offloaded:
+    if streams:
         whole = copied_bytes(optimizer.held_bytes([each], precision.parameters) for each in shards)
     memory = msgspec.structs.replace(memory, buffers=max(memory.buffers, whole))
     if quantized := _quantized(kind, precision):
@@ -283,13 +294,13 @@ def parameter_costs(
     topology: StageTopology,
     states: StateRow,
     single_microbatch: bool,
-    host_bytes_per_s: float | None = None,
+    host: HostRates | None = None,
 ) -> ParameterCosts:
     """Return the costs on one rank of a group of a layer's parameters.
 
-    `states` are those of all parameters of the layer that were profiled. `host_bytes_per_s`: at which its optimizer
-    states, which are in host memory, come to the device and go back, in turn and overlapped with nothing; None: they
-    stay on the device.
+    `states` are those of all parameters of the layer that were profiled. `host`: of the host memory in which its
+    optimizer states are; None: they stay on the device. States come to the device and go back, or gradients go and
+    parameters come, in turn and overlapped with nothing.
     """
     kind, strategy = group
     axes, states = axes_of(strategy).dense, _share_of_states(states, model.types[type_name], group)
@@ -327,15 +338,22 @@ def parameter_costs(
         reduce_every_microbatch=reduces_every and not single_microbatch,
         is_first_layer=type_name == EMBEDDING,
         held=held,
-        offloaded=host_bytes_per_s is not None,
+        offloaded=host is not None,
+        streams=host is not None and host.updates_per_s is None,
     )
-    copied_s = 0.0 if host_bytes_per_s is None else 2 * memory.host / host_bytes_per_s
+    update_s, copied_s = states.optimizer_s / axes.shards * share, 0.0
+    if host is not None and host.updates_per_s is not None:
+        count = _shard_numel(kind.trained_parameters, axes)
+        update_s = count / host.updates_per_s
+        copied_s = count * (ITEMSIZE[precision.reduce] + 2 * ITEMSIZE[precision.parameters]) / host.bytes_per_s
+    elif host is not None:
+        copied_s = 2 * memory.host / host.bytes_per_s
     return ParameterCosts(
         memory=memory,
         gather=gather,
         reduction=reduction,
         partial_sum_s=_partial_sum_s(profiles, model, precision, type_name, group, topology),
-        optimizer_s=states.optimizer_s / axes.shards * share + agreed_s + whole_s + copied_s,
+        optimizer_s=update_s + agreed_s + whole_s + copied_s,
     )
 
 

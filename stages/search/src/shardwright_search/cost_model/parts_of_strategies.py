@@ -17,9 +17,9 @@ H = TypeVar("H", bound=Hashable)
 def of_parameters(strategy: Strategy) -> Strategy:
     """Return a strategy without the fields that do not affect parameters."""
     if isinstance(strategy, LayerStrategy) and (shares_experts(strategy) or strategy.offloads_optimizer):
-        return replace(
-            strategy, recompute=Recompute.NONE, offload=Offload.OPTIMIZER if strategy.offloads_optimizer else UNSET
-        )
+        streams = Offload.OPTIMIZER if strategy.offloads_optimizer else UNSET
+        offload = strategy.offload if strategy.updates_on_host else streams
+        return replace(strategy, recompute=Recompute.NONE, offload=offload)
     return Strategy(**{name: getattr(strategy, name) for name in Strategy.__struct_fields__})
 
 

@@ -185,7 +185,7 @@ def shardings(request: SearchRequest, model: Model, type_name: str, stage_size: 
         repeated = [replace(layer, recompute=recompute) for layer, recompute in product(fitting, kinds)]
         strategies.update(repeated)
         for layer, offload in product(repeated, _offloads(request, model, type_name)):
-            if layer.moves_activations or offload is Offload.OPTIMIZER:
+            if layer.moves_activations or offload in (Offload.OPTIMIZER, Offload.UPDATE):
                 strategies.add(replace(layer, offload=offload))
     return tuple(sorted(strategies, key=_order))
 
@@ -201,6 +201,7 @@ def _offloads(request: SearchRequest, model: Model, type_name: str) -> Iterator[
     # Compiled layers keep their activations on the device, as do those without a backward pass.
     able = {
         Offload.OPTIMIZER: bool(kind.trained_parameters),
+        Offload.UPDATE: bool(kind.trained_parameters),
         Offload.ACTIVATIONS: kind.has_backward and not request.compile,
         Offload.BOTH: bool(kind.trained_parameters) and not request.compile,
     }

@@ -220,7 +220,7 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def offloads_optimizer(self) -> bool:
         """Return whether optimizer states may be in host memory."""
-        return Offload.OPTIMIZER in self.offload or Offload.BOTH in self.offload
+        return any(kind not in (Offload.NONE, Offload.ACTIVATIONS) for kind in self.offload)
 
     def __post_init__(self) -> None:
         _check_degrees(self)

@@ -13,7 +13,7 @@ from msgspec import UNSET
 from shardwright.io import BadInput
 from shardwright.optimizers.registry import OPTIMIZERS
 from shardwright.plan.offload import can_offload
-from shardwright.types import Cluster, LayerStrategy, Model, Strategy
+from shardwright.types import Cluster, LayerStrategy, Model, Offload, Strategy
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.profiles import Profiles, check_profiles
 from shardwright_search.cost_model.tied_weights import has_shared
@@ -321,7 +321,8 @@ def _check_offload(request: SearchRequest, cluster: Cluster, file: Path) -> None
         problem = f"offload: {request.optimizers[0]} updates whole matrices, of all layers at once"
         raise BadInput(file, problem, "leave out offload, or take another optimizer")
     for name in dict.fromkeys(cluster.node_type_of_rank):
-        for field in ("host_memory_gib", "host_bytes_per_s"):
+        updates = ("host_updates_per_s",) if Offload.UPDATE in request.offload else ()
+        for field in ("host_memory_gib", "host_bytes_per_s", *updates):
             if getattr(cluster.node_types[name], field) is UNSET:
                 problem = f"offload: node type {name} of cluster {cluster.name} has no {field}"
                 raise BadInput(file, problem, "add it to the cluster file")

@@ -6,7 +6,7 @@ what is checked is the code that trains.
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -16,7 +16,7 @@ from shardwright.optimizers.matrices import matrix_dims
 from shardwright.plan.chunks import chunk_layers
 from shardwright.plan.layout import parameter_box
 from shardwright.plan.process_groups import PlannedGroup, Purpose, strategy_groups
-from shardwright.types import EMBEDDING, HEAD, Plan
+from shardwright.types import EMBEDDING, HEAD, Offload, Plan
 from shardwright_train.engine.homes import Held
 from shardwright_train.engine.learning_rate import ANY, Hyperparameters
 from shardwright_train.engine.optimizer import ShardedOptimizer, StepOutcome
@@ -43,8 +43,9 @@ class Engine:
         parameters, replicas = self.stage.parameters_by_name(), self.stage.replicas()
         names, biases, context = self.stage.stock_names(), self.stage.router_biases(), self.stage.context
         given = parameters, self.settings, replicas, self.updates, names, biases
-        held, offloaded = held_matrices(self.stage), offloaded_parameters(self.stage)
-        return ShardedOptimizer(*given, context.plan.optimizer, context.groups, held, offloaded)
+        held, offloads = held_matrices(self.stage), (Offload.OPTIMIZER, Offload.BOTH, Offload.UPDATE)
+        offloaded, on_host = (offloaded_parameters(self.stage, kinds) for kinds in (offloads, (Offload.UPDATE,)))
+        return ShardedOptimizer(*given, context.plan.optimizer, context.groups, held, offloaded, on_host)
 
     def forward_backward(self, step: Step, hook: StepHook = no_hook) -> Tensor:
         """Run forward and backward of a global batch; see `run_step`."""
@@ -80,10 +81,10 @@ class Engine:
         return {**self.optimizer.parameters, **self.optimizer.state()}
 
 
-def offloaded_parameters(stage: Stage) -> frozenset[str]:
-    """The names of a stage's parameters whose optimizer states stay in host memory."""
+def offloaded_parameters(stage: Stage, kinds: Collection[Offload]) -> frozenset[str]:
+    """The names of a stage's parameters in layers that offload one of these."""
     blocks = enumerate(stage.context.plan.layers)
-    layers = {f"layers[{number}]" for number, strategy in blocks if strategy.offloads_optimizer}
+    layers = {f"layers[{number}]" for number, strategy in blocks if strategy.offload in kinds}
     named = zip(stage.parameters(), stage.parameters_by_name(), strict=True)
     return frozenset(name for (layer, _, _), name in named if layer.name in layers)
 

@@ -37,7 +37,8 @@ class ShardedOptimizer:
     for tied parameters), so that all replicas are in the same group. `replicas` are tied copies whose gradients another
     parameter already counts in the norm. Frozen parameters have no states; `router_biases` are corrected by counts
     instead. The states start at zero, and bias correction continues after `updates` steps. Those of `offloaded`
-    parameters stay in host memory; they are updated after all others, one parameter after another.
+    parameters stay in host memory; they are updated after all others, one parameter after another, those of `on_host`
+    by the host, on copies of gradients and parameters.
     """
 
     def __init__(
@@ -52,24 +53,29 @@ class ShardedOptimizer:
         groups: Groups | None = None,
         matrices: Mapping[str, Held] | None = None,
         offloaded: Set[str] = frozenset(),
+        on_host: Set[str] = frozenset(),
     ) -> None:
         self._router_biases = router_biases
         self.parameters, self.settings = parameters, settings
         self._trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         self._counted = [parameter for name, parameter in self._trained.items() if name not in replicas]
         self._local = {name: nn.Parameter(local_tensor(p.detach())) for name, p in self._trained.items()}
+        device = local_tensor(next(iter(parameters.values()))).device
+        self.host = host_of(device)
+        self._there = {
+            name: nn.Parameter(self.host.kept(x.detach())) for name, x in self._local.items() if name in on_host
+        }
+        """The parameters that the host updates: their copies there."""
         asked, names = (settings.learning_rate_factors, settings.decay_norms_and_biases), stock_names or {}
         group_by_name = {name: group_of(names.get(name, name), p.dim(), *asked) for name, p in self._trained.items()}
 
         def rule_of(members: Iterable[str]) -> torch.optim.Optimizer:
-            given = _groups(settings, {name: group_by_name[name] for name in members}, self._local)
+            given = _groups(settings, {name: group_by_name[name] for name in members}, self._local | self._there)
             return UPDATES[optimizer](given, settings)
 
         self._rule = rule_of(name for name in self._trained if name not in offloaded)
         self._offloaded = {name: rule_of([name]) for name in self._trained if name in offloaded}
         """The updates of parameters whose states are in host memory."""
-        device = local_tensor(next(iter(parameters.values()))).device
-        self.host = host_of(device)
         replicas_of = [_replicas(parameter) for parameter in self._counted]
         self._replicas = torch.tensor(replicas_of, dtype=torch.float64, device=device)
         for name, local in self._local.items():
@@ -123,14 +129,20 @@ class ShardedOptimizer:
 
     @property
     def host_states(self) -> tuple[States, ...]:
-        """The states in host memory by parameter, in the order of their updates."""
-        return tuple(map(self._moved, self._offloaded))
+        """What is in host memory by parameter: states, and the parameter itself if the host updates it."""
+        there = ({"parameter": self._there[name].detach()} if name in self._there else {} for name in self._offloaded)
+        return tuple(self._moved(name) | copy for name, copy in zip(self._offloaded, there, strict=True))
+
+    @property
+    def streamed_states(self) -> tuple[States, ...]:
+        """The states in host memory that come to the device, by parameter in the order of their updates."""
+        return tuple(self._moved(name) for name in self._offloaded if name not in self._there)
 
     def _moved(self, name: str) -> States:
         return moved_states(self._states_of(name))
 
     def _states_of(self, name: str) -> dict[str, Any]:
-        states: dict[str, Any] = self._offloaded.get(name, self._rule).state[self._local[name]]
+        states: dict[str, Any] = self._offloaded.get(name, self._rule).state[self._there.get(name, self._local[name])]
         return states
 
     def _peaks(self) -> Tensor:
@@ -182,7 +194,7 @@ class ShardedOptimizer:
 
     def _update_offloaded(self, forbidden: Tensor, divisor: Tensor | None) -> None:
         """Update the parameters whose states are in host memory, with copies of these on the device."""
-        rules = list(self._offloaded.items())
+        rules = [(name, rule) for name, rule in self._offloaded.items() if name not in self._there]
 
         def update(number: int, copies: States) -> None:
             name, rule = rules[number]
@@ -191,7 +203,25 @@ class ShardedOptimizer:
             step_unless(rule, forbidden, divisor)
             states.update(kept)
 
-        self.host.update_each(self.host_states, update)
+        if rules:
+            self.host.update_each(self.streamed_states, update)
+        self._update_there(forbidden, divisor)
+
+    def _update_there(self, forbidden: Tensor, divisor: Tensor | None) -> None:
+        """Have the host update its parameters, which waits for the gradients."""
+        if not self._there:
+            return
+        forbidden, divisor = forbidden.cpu(), None if divisor is None else divisor.cpu()
+        for name, there in self._there.items():
+            here = self._local[name]
+            assert here.grad is not None
+            with torch.no_grad():
+                there.copy_(here)
+            there.grad = here.grad.to(there.device, copy=True)
+            step_unless(self._offloaded[name], forbidden, divisor)
+            there.grad = None
+            with torch.no_grad():
+                here.copy_(there)
 
 
 @dataclass(frozen=True)
