@@ -7,6 +7,7 @@ from context_plans import context_plans
 from frozen_models import LORA, lora_plan
 from msgspec import UNSET
 from msgspec.structs import replace
+from offloaded import with_moved_activations, with_offload
 from random_plans import random_plan
 from shared_experts import shared_plans
 from tiny_models import tiny
@@ -48,12 +49,19 @@ def with_low_rank(families: Sequence[str]) -> Iterator[Plan]:
     yield from _of(families, [lora_plan(name, 0, world) for name in LORA for world in WORLDS])
 
 
+def with_offload_to_the_host(families: Sequence[str]) -> Iterator[Plan]:
+    """States and activations in pinned memory, each with copies on streams of their own."""
+    drawn = [random_plan(tiny(family), number + 20, 2) for number, family in enumerate(families)]
+    yield from (*with_offload(drawn[::2]), *with_moved_activations(drawn))
+
+
 PARTS = {
     "families": of_families,
     "experts": with_experts,
     "context": with_context,
     "packing": packed,
     "LoRA": with_low_rank,
+    "offload": with_offload_to_the_host,
 }
 
 

@@ -54,7 +54,7 @@ def test_a_row_is_its_plan_and_rows_of_one_plan_count_once(public, folder_of):
 def test_rows_that_no_plan_says_are_counted_by_their_first_cause(public, folder_of):
     cases = {
         "model nobody-1t": {"model": "nobody-1t", "ep": 8, "cp": 2},
-        "precision NVFP4": {"precision": "NVFP4"},
+        "precision FP16": {"precision": "FP16"},
         "recomputation of some layers alone": {"recompute": "full, 5 layers"},
         "activations of some layers on the host": {"note": "cpu offload layers 40"},
         "GPU V100": {"gpu": "V100"},

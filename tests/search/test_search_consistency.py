@@ -202,7 +202,7 @@ def test_strategies_that_are_priced_at_once_cost_what_each_of_them_does(seed: in
                 alone = [
                     (
                         *(o.microbatch_ps, o.exposed_ps, o.state_bytes, o.memory.gradients, o.memory.gradient_sums),
-                        *(o.activation_bytes, o.workspace_bytes, o.memory.host),
+                        *(o.activation_bytes, o.workspace_bytes, o.memory.host, o.host_activation_bytes),
                     )
                     for o in each
                 ]

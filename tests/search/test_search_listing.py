@@ -34,7 +34,9 @@ def test_every_device_is_listed_with_memory_peaks_and_source() -> None:
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in told.splitlines() if line.startswith("│")]
     assert {row[0] for row in rows if row[0]} == set(read_devices().devices)
     (h200,) = (row for row in rows if row[0] == "H200")
-    assert h200[1:4] == ["141", "989.5", "1979"] and h200[4].startswith("NVIDIA H200 Tensor Core GPU datasheet")
+    assert h200[1:5] == ["141", "989.5", "1979", "-"] and h200[5].startswith("NVIDIA H200 Tensor Core GPU datasheet")
+    (gb300,) = (row for row in rows if row[0] == "GB300")
+    assert gb300[2:5] == ["2500", "5000", "15000"]
 
 
 def test_one_model_or_device_is_shown_with_its_source() -> None:

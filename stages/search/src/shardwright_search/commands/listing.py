@@ -92,7 +92,7 @@ def _preset_lines(name: str, preset: Preset) -> Iterator[str]:
 
 def _devices_table(table: DeviceTable) -> SplitTable:
     def scaled(figure: float | None, unit: float) -> str:
-        return _NOTHING if figure is None else f"{figure / unit:.4g}"
+        return _NOTHING if figure is None else f"{round(figure / unit, 1):g}"
 
     devices = table.devices.values()
     rates = [each.peak("bfloat16") or each.peak("float16") for each in devices]

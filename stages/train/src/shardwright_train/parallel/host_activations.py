@@ -8,7 +8,7 @@ layer behind it. Copies change no bit.
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -34,15 +34,11 @@ class Copies(ABC):
 
     @abstractmethod
     def wait(self, mark: torch.Event | None) -> None:
-        """Let the device wait until the copies ahead of a mark have gone, so that their memory may be used again."""
+        """Let the device wait until the copies ahead of a mark are done, either way."""
 
     @abstractmethod
-    def back(self, kept: Tensor) -> Tensor:
-        """Start to copy a tensor to the device; it may be read after `arrived`, and the copy on the host never."""
-
-    @abstractmethod
-    def arrived(self, x: Tensor) -> None:
-        """Let the device wait until a tensor is there."""
+    def back(self, kept: Sequence[Tensor]) -> tuple[list[Tensor], torch.Event | None]:
+        """Start to copy tensors to the device, and return these and a mark behind the copies; `kept` is given up."""
 
 
 class CountedCopies(Copies):
@@ -68,13 +64,10 @@ class CountedCopies(Copies):
     def wait(self, mark: torch.Event | None) -> None:
         """Do nothing."""
 
-    def back(self, kept: Tensor) -> Tensor:
-        """Return a copy."""
-        self.bytes_in += kept.nbytes
-        return torch.empty_like(kept, device="cpu") if kept.device.type == "meta" else kept.clone()
-
-    def arrived(self, x: Tensor) -> None:
-        """Do nothing."""
+    def back(self, kept: Sequence[Tensor]) -> tuple[list[Tensor], None]:
+        """Return copies."""
+        self.bytes_in += sum(x.nbytes for x in kept)
+        return [torch.empty_like(x, device="cpu") if x.device.type == "meta" else x.clone() for x in kept], None
 
     def _forget(self, size: int) -> None:
         self.host_bytes -= size
@@ -87,8 +80,6 @@ class PinnedCopies(Copies):
         self._device, self._in, self._out = device, torch.Stream(device), torch.Stream(device)
         self._free: dict[int, list[tuple[Tensor, torch.Event]]] = {}
         """Pinned memory by its bytes, each with the event after which it may be written to."""
-        self._coming: dict[int, torch.Event] = {}
-        """Events of tensors on their way to the device, by storage."""
 
     def out(self, x: Tensor) -> Tensor:
         """Start a copy behind the computation so far."""
@@ -112,22 +103,17 @@ class PinnedCopies(Copies):
         assert mark is not None
         self._computation.wait_event(mark)
 
-    def back(self, kept: Tensor) -> Tensor:
-        """Start a copy into memory that this stream's computation so far may still use."""
-        x = torch.empty(kept.shape, dtype=kept.dtype, device=self._device)
+    def back(self, kept: Sequence[Tensor]) -> tuple[list[Tensor], torch.Event]:
+        """Start copies into memory that the computation so far may still use, which has waited for what they copy."""
+        here = [torch.empty_like(x, device=self._device) for x in kept]
         self._in.wait_event(self._computation.record_event())
-        self._in.wait_event(self._out.record_event())
         with self._in:
-            x.copy_(kept, non_blocking=True)
-        event = self._in.record_event()
-        self._coming[storage_key(x)] = event
-        self._free.setdefault(kept.nbytes, []).append((kept.view(torch.uint8), event))
-        return x
-
-    def arrived(self, x: Tensor) -> None:
-        """Let the computation wait for a tensor's copy, once."""
-        if (event := self._coming.pop(storage_key(x), None)) is not None:
-            self._computation.wait_event(event)
+            for x, there in zip(here, kept, strict=True):
+                x.copy_(there, non_blocking=True)
+        mark = self._in.record_event()
+        for there in kept:
+            self._free.setdefault(there.nbytes, []).append((there.view(torch.uint8), mark))
+        return here, mark
 
     @property
     def _computation(self) -> torch.Stream:
@@ -158,6 +144,8 @@ class _Pass:
 
     def __init__(self, before: "_Pass | None") -> None:
         self.before = before
+        self.fetched: tuple[torch.Event | None] | None = None
+        """The mark behind the copies that come back, until the device has been told to wait for it."""
         self.storages: dict[tuple[int, torch.dtype, int], _Storage] = {}
 
 
@@ -220,9 +208,12 @@ class HostActivations:
         if isinstance(saved, Tensor):
             return saved
         self._fetch(saved.of)
+        if saved.of.fetched is not None:
+            # For all that comes: what nothing reads is not given up before it is there.
+            self.copies.wait(*saved.of.fetched)
+            saved.of.fetched = None
         here, storage = saved.storage.here, saved.storage
         assert here is not None
-        self.copies.arrived(here)
         if saved.of.before is not None:
             self._fetch(saved.of.before)
             saved.of.before = None
@@ -233,8 +224,12 @@ class HostActivations:
 
     def _fetch(self, saved: _Pass) -> None:
         """Start to copy back what a pass has saved, once."""
+        coming = [storage for storage in saved.storages.values() if storage.kept is not None]
+        if not coming:
+            return
         self.settle()
         with torch.no_grad():
-            for storage in saved.storages.values():
-                if storage.kept is not None and storage.readers:
-                    storage.here, storage.kept = self.copies.back(storage.kept), None
+            tensors, mark = self.copies.back([storage.kept for storage in coming if storage.kept is not None])
+        saved.fetched = (mark,)
+        for storage, here in zip(coming, tensors, strict=True):
+            storage.here, storage.kept = here, None
