@@ -224,8 +224,12 @@ class _Trials:
             return
         held = options.state_bytes + options.late_bytes
         held = held + options.activation_bytes * whole.configuration.in_flight(0)
+        time_ps = options.time_ps
+        if self._instance.request.offloads:
+            # What takes host memory takes time once a step alone; without that, it would hide all that does not.
+            time_ps = time_ps + options.exposed_ps / whole.configuration.num_microbatches
         rows = [row for row, each in enumerate(strategies) if each in self._known]
-        rows += [row for row in _front(options.time_ps, held) if row not in rows]
+        rows += [row for row in _front(time_ps, held) if row not in rows]
         yield from combinations([strategies[row] for row in rows[:_MAX_STRATEGIES]], count)
 
 
