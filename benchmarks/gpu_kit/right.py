@@ -11,7 +11,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from gpu_kit import right_bits, right_experts, right_rings
+from gpu_kit import right_bits, right_experts, right_host, right_rings
 from gpu_kit.configurations import FAMILIES, configuration
 from gpu_kit.page import table
 from gpu_kit.rows import Row, Values
@@ -58,7 +58,7 @@ class _Stock(NamedTuple):
 
 
 def rows(setting: Setting, stack: ExitStack) -> list[Row]:
-    """The rows: every family in both formats under each recomputation, then experts, rings and repetition."""
+    """The rows: every family in both formats under each recomputation, then experts, rings, bits and host memory."""
     world, groups = lone_world(setting, stack), cache(lambda: Groups(setting.device_type))
     found = []
     for dtype in FORMATS:
@@ -73,6 +73,7 @@ def rows(setting: Setting, stack: ExitStack) -> list[Row]:
         *right_experts.rows(setting),
         *right_rings.rows(setting),
         *right_bits.rows(setting, world, groups),
+        *right_host.rows(setting, world, groups),
     ]
     return [*found[: len(found) // 2], *more, *found[len(found) // 2 :]]
 
@@ -226,4 +227,6 @@ def lines(rows: Mapping[str, Any]) -> list[str]:
         *right_rings.lines(rows),
         "",
         *right_bits.lines(rows),
+        "",
+        *right_host.lines(rows),
     ]
