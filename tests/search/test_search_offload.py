@@ -27,6 +27,7 @@ from shardwright.types import (
     Schedule,
     SequenceParallel,
 )
+from shardwright_search.advise.choices import reading_of
 from shardwright_search.advise.question import question_of
 from shardwright_search.certificate.check import confirms
 from shardwright_search.certificate.make import certified
@@ -123,6 +124,23 @@ def test_the_host_s_update_takes_its_rate_and_the_copies_of_gradients_and_parame
     assert there.optimizer_ps == pytest.approx((count / 1e8 + 12 * count / RATE) * 1e12, abs=2)
     with pytest.raises(BadInput, match=r"s\.json: offload: node type n of cluster some has no host_updates_per_s"):
         _found(given, offload=(Offload.NONE, Offload.UPDATE))
+
+
+def test_a_choice_beside_the_answer_may_offload_what_its_layers_and_hosts_allow():
+    def choice(gpus, text, offload="any"):
+        question = question_of(AdviseOptions(model="llama-3-8b", gpus=gpus, batch=64, offload=offload))
+        return reading_of(text, question.setting).plan
+
+    for kind in ("optimizer", "update"):
+        layers = choice("1x8:H100-SXM", f"tp=2,zero=3,offload={kind}").layers
+        assert {layer.offload for layer in layers} == {Offload(kind)}
+    assert choice("1x8:H100-SXM", "tp=2,recompute=full,offload=both").layers[0].offloads_activations
+    with pytest.raises(BadInput, match="offload both of layers that gather positions: add recompute=full"):
+        choice("1x8:H100-SXM", "tp=2,offload=both")
+    with pytest.raises(BadInput, match="offload update: nobody knows how fast these hosts update"):
+        choice("1x8:A100-80", "tp=2,offload=update")
+    with pytest.raises(BadInput, match="offload: nothing is known of the hosts: give --offload any"):
+        choice("1x8:H100-SXM", "tp=2,offload=optimizer", "none")
 
 
 def test_quarters_on_the_host_take_as_long_as_nvidia_measured_and_free_as_much():

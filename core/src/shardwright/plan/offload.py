@@ -15,8 +15,8 @@ from shardwright.types import ITEMSIZE, LayerStrategy, Plan, Schedule
 def check_offload(plan: Plan, file: object) -> None:
     """Raise BadInput if a plan keeps in host memory what cannot be there.
 
-    That are states that its optimizer needs on the device all at once, and activations of an order of passes, or of
-    compiled layers, under which nobody has moved them.
+    That is, states that its optimizer needs on the device all at once, or activations under a schedule or compilation
+    that does not support moving them.
     """
     offloads = next((i for i, layer in enumerate(plan.layers) if layer.offloads_optimizer), None)
     if offloads is not None and not can_offload(OPTIMIZERS[plan.optimizer]):

@@ -120,7 +120,11 @@ def _pairs(text: str, setting: Setting) -> UniformStrategy:
         return choice
     if any(node.host_bytes_per_s is UNSET for node in setting.cluster.node_types.values()):
         raise BadInput(name, "offload: nothing is known of the hosts", "give --offload any, too")
-    if offload is not Offload.OPTIMIZER and not choice.layer.moves_activations:
+    known = all(node.host_updates_per_s is not UNSET for node in setting.cluster.node_types.values())
+    if offload is Offload.UPDATE and not known:
+        raise BadInput(name, "offload update: nobody knows how fast these hosts update", "take offload=optimizer")
+    moves = offload in (Offload.ACTIVATIONS, Offload.BOTH)
+    if moves and not choice.layer.moves_activations:
         raise BadInput(name, f"offload {offload} of layers that gather positions", "add recompute=full")
     return choice._replace(layer=replace(choice.layer, offload=offload))
 

@@ -323,9 +323,8 @@ def _not_searched(question: Question, answer: SearchAnswer) -> Iterator[str]:
     yield from _experts_not_searched(question)
     yield "a split backward pass (zero bubble; --schedules shows it)"
     if Offload.BOTH not in question.request.offload:
-        left = [
-            f"of {kind}" for kind in (Offload.OPTIMIZER, Offload.ACTIVATIONS) if kind not in question.request.offload
-        ]
+        kinds = {Offload.OPTIMIZER: "optimizer states", Offload.ACTIVATIONS: "activations"}
+        left = [f"of {words}" for kind, words in kinds.items() if kind not in question.request.offload]
         yield f"offloading {'to the host' if len(left) > 1 else left[0]}"
     if not question.request.fine_grained:
         yield "strategies of each layer (--uniform)"

@@ -379,7 +379,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
             moved.bytes,
         )
 
-    def _moved(self, strategy: Strategy, topology: StageTopology, activation_bytes: float) -> "MovedActivations":
+    def _moved(self, strategy: Strategy, topology: StageTopology, activation_bytes: float) -> MovedActivations:
         """Return what a layer's micro-batch moves to the host and back, by the slowest link of the stage's nodes."""
         if not (isinstance(strategy, LayerStrategy) and strategy.offloads_activations):
             return MovedActivations()

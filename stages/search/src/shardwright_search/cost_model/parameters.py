@@ -197,7 +197,9 @@ def _products(kind: LayerType) -> list[Parameter]:
 def _narrowed(message: Message, kind: LayerType, parts: int, bits: float) -> Message:
     """Return a gather of parameters whose matrices are sent in so many bits an element, instead of 16."""
     products, whole = sum(p.numel(parts) for p in _products(kind)), kind.parameter_count(parts)
-    return message._replace(bytes=message.bytes - int(message.bytes * products * (16 - bits)) // (16 * whole))
+    # In half bits, whole numbers: products of so many bytes are no longer exact as floats.
+    spared = message.bytes * products * int(2 * (16 - bits)) // (32 * whole)
+    return message._replace(bytes=message.bytes - spared)
 
 
 def _quantized(kind: LayerType, precision: Precision) -> list[Parameter]:

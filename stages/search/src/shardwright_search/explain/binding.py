@@ -40,7 +40,7 @@ class LayerAlternatives(NamedTuple):
     """Strategies that a layer may have instead, at its degrees."""
 
     data_parallel: Sequence[DataParallel] = tuple(DataParallel)
-    recompute: Sequence[Recompute] = tuple(RECOMPUTE_RUN)
+    recompute: Sequence[Recompute] = RECOMPUTE_RUN
     together: bool = False
     """Flag of plans whose layers all share one strategy."""
 
