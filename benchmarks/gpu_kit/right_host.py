@@ -68,6 +68,7 @@ def _trained(setting: Setting, plan: Plan, world: World, groups: Groups) -> dict
             torch.accelerator.synchronize()
         times_s.append(time.perf_counter() - began_s)
     most = torch.accelerator.max_memory_allocated() if setting.on_cuda else 0
+    engine.late.flush()
     tensors = {name: x.detach().to("cpu", copy=True) for name, x in engine.optimizer.parameters.items()}
     return {"step_s": min(times_s), "peak_mib": most / MIB, "tensors": tensors}
 

@@ -3,6 +3,8 @@
 import json
 import sys
 from dataclasses import replace as with_fields
+from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from msgspec import UNSET
 from msgspec.structs import replace
 from tiny_models import batch_of, engine_of
+from torch import Tensor
 
 from shardwright.io import read_document
 from shardwright.plan.offload import host_states
@@ -22,9 +25,11 @@ from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.host_activations import CountedCopies
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import World, joined_world
-from shardwright_train.pipeline.runner import Step
+from shardwright_train.pipeline.runner import Step, evaluating, run_forward
 
-STEPS = 3
+STEPS = 5
+OVERFLOWS = 3
+"""The step whose gradients are not finite."""
 SETTINGS = with_fields(ANY, learning_rate=1e-2, steps=STEPS, clip_norm=0.5)
 
 
@@ -42,6 +47,8 @@ class Seen(NamedTuple):
     most_bytes: int
     largest_bytes: int
     """Bytes of the largest parameter's states."""
+    late: int
+    """Updates that come, or start, too late."""
     on_device: int
     """Bytes of states on the device, with and without offload."""
     without: int
@@ -69,9 +76,9 @@ def main(plans_file: str, result_file: str) -> None:
 
 def _compared(plan: Plan, world: World, groups: Groups) -> Seen:
     plain = replace(plan, layers=tuple(replace(layer, offload=UNSET) for layer in plan.layers))
-    offloaded, other = _trained(plan, world, groups), _trained(plain, world, groups)
-    pairs = zip(offloaded.tensors().items(), other.tensors().items(), strict=True)
-    differing = sum(a != b or not torch.equal(local_tensor(x), local_tensor(y)) for (a, x), (b, y) in pairs)
+    (offloaded, kept), (other, others) = (_trained(each, world, groups) for each in (plan, plain))
+    pairs = zip(kept, others, strict=True)
+    differing = sum(a != b or not torch.equal(x, y) for (a, x), (b, y) in pairs)
     optimizer, host = offloaded.optimizer, offloaded.optimizer.host
     assert isinstance(host, CountedHost)
     sizes = [sum(x.nbytes for x in states.values()) for states in optimizer.host_states]
@@ -87,6 +94,7 @@ def _compared(plan: Plan, world: World, groups: Groups) -> Seen:
         host.bytes_out,
         host.most_bytes,
         max(formula, default=0),
+        _late(offloaded),
         optimizer.state_bytes,
         other.optimizer.state_bytes,
         copies.bytes_out,
@@ -96,12 +104,51 @@ def _compared(plan: Plan, world: World, groups: Groups) -> Seen:
     )
 
 
-def _trained(plan: Plan, world: World, groups: Groups) -> Engine:
-    engine = engine_of(plan, world, groups, settings=SETTINGS)
+def _trained(plan: Plan, world: World, groups: Groups) -> tuple[Engine, list[tuple[str, Tensor]]]:
+    """An engine after its steps, and what its checkpoints have after the first and the last, and an evaluation says.
+
+    One step overflows, and before the last one is an evaluation.
+    """
+    engine, kept = engine_of(plan, world, groups, settings=SETTINGS), list[tuple[str, Tensor]]()
+    host, share = engine.optimizer.host, engine.stage.context.share
+    assert isinstance(host, CountedHost)
+    for layer in engine.stage.layers:
+        layer.module.register_forward_pre_hook(lambda *_, name=layer.name: host.events.append(("forward", name)))
     for number in range(1, STEPS + 1):
         batch = batch_of(plan.model, plan.global_batch_size, number)
-        engine.train_step(Step.of_batch(batch, engine.stage.context.share, number=number))
-    return engine
+        if number == STEPS:
+            engine.late.flush()
+            with evaluating(engine.stage):
+                kept.append(("evaluation", run_forward(engine.stage, engine.pipeline, share.part_of(batch))))
+        step = Step.of_batch(batch, share, number=number)
+        engine.train_step(with_fields(step, loss_scale=inf if number == OVERFLOWS else 1.0))
+        host.events.append(("stepped", ""))
+        if number in (1, STEPS):
+            kept += [(name, local_tensor(x.detach()).clone()) for name, x in engine.tensors().items()]
+    return engine, kept
+
+
+def _late(engine: Engine) -> int:
+    """Layers that compute, or whose parameters are gathered, before they are updated, or before the next one's update
+    has started.
+    """
+    streamed, gathered = list(engine.optimizer.streamed), engine.stage.gathered_ahead
+    following = dict(pairwise(layer.name for layer in engine.stage.layers))
+    waiting, late = list[str](), 0
+    started = set[str]()
+    assert isinstance(engine.optimizer.host, CountedHost)
+    for event, layer in engine.optimizer.host.events:
+        if event == "stepped":
+            waiting, started = list(streamed), {streamed[0]} if streamed else set()
+        elif event == "start":
+            started.add(layer)
+        elif event == "wait":
+            waiting.remove(layer)
+        elif event == "forward":
+            after = following.get(layer)
+            late += layer in waiting or (after in waiting and after in gathered)
+            late += any(each not in started for each in waiting[:1])
+    return late
 
 
 if __name__ == "__main__":

@@ -259,6 +259,7 @@ def compare(
         load_error = max(load_error, *(abs(one - other) for one, other in loads), 0.0)
         norm = reference.norms[step - 1]
         norm_error = max(norm_error, abs(outcome.grad_norm - norm) / max(1.0, norm))
+    engine.late.flush()
     held = parameters.items()
     mine = [local_tensor(p.detach()) for n, p in held if p.requires_grad or n.endswith("correction_bias")]
     return {

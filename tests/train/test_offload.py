@@ -126,10 +126,16 @@ def test_activations_come_back_as_they_went_and_none_is_left_on_the_host(seen: d
                 assert each.most_moved == host_inputs(plan, rank), name
 
 
-def test_no_more_than_two_parameters_states_are_on_the_device_at_once(seen: dict[str, list[Seen]]) -> None:
+def test_no_more_than_three_parameters_states_are_on_the_device_at_once(seen: dict[str, list[Seen]]) -> None:
     for name, ranks in seen.items():
         for each in ranks if not name.startswith("updated") else ():
-            assert each.largest_bytes <= each.most_bytes <= 2 * each.largest_bytes, name
+            assert 3 * each.largest_bytes <= each.most_bytes < 3 * (each.largest_bytes + 4 * 256), f"{name}: aligned"
+
+
+def test_updates_start_before_the_layer_before_computes_and_come_before_their_own_is_read(
+    seen: dict[str, list[Seen]],
+) -> None:
+    assert {name: [each.late for each in ranks] for name, ranks in seen.items()} == {name: [0, 0] for name in seen}
 
 
 def test_plans_with_offload_train_as_one_process_does(compare: Callable[..., Errors]) -> None:
@@ -138,10 +144,12 @@ def test_plans_with_offload_train_as_one_process_does(compare: Callable[..., Err
     assert {plan: error for plan, error in found.items() if not max(error.values()) <= TOLERANCE} == {}
 
 
-@pytest.mark.parametrize("offloaded", [{"first", "second", "third"}, {"second"}])
+@pytest.mark.parametrize(
+    "offloaded", [{"one": ("first", "second"), "two": ("third",)}, {"one": ("second",)}, {"two": ("second", "third")}]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_that_is_not_finite_changes_nothing_in_host_memory(
-    one_rank: World, name: str, offloaded: set[str]
+    one_rank: World, name: str, offloaded: dict[str, tuple[str, ...]]
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     start = {key: torch.randn(6, 40, generator=generator) for key in ("first", "second", "third")}
@@ -149,10 +157,10 @@ def test_a_step_that_is_not_finite_changes_nothing_in_host_memory(
         ShardedOptimizer(
             {key: nn.Parameter(x.clone()) for key, x in start.items()}, CLIPPED, optimizer=name, offloaded=on
         )
-        for on in (set[str](), offloaded)
+        for on in (dict[str, tuple[str, ...]](), offloaded)
     ]
     host = both[1].host
-    assert isinstance(host, CountedHost) and len(both[1].host_states) == len(offloaded)
+    assert isinstance(host, CountedHost) and len(both[1].host_states) == sum(map(len, offloaded.values()))
     for step in range(1, 5):
         before = [x.clone() for x in (*both[1].parameters.values(), *both[1].state().values())]
         gradients = {key: torch.randn(6, 40, generator=generator) for key in start}
@@ -161,7 +169,8 @@ def test_a_step_that_is_not_finite_changes_nothing_in_host_memory(
             for key, parameter in optimizer.parameters.items():
                 parameter.grad = gradients[key].clone()
             optimizer.step(step, torch.zeros((), dtype=torch.float64), False)
-        plain, other = ((*each.parameters.values(), *each.state().values()) for each in both)
+        states = [tuple(each.state().values()) for each in both]
+        plain, other = ((*each.parameters.values(), *there) for each, there in zip(both, states, strict=True))
         assert all(map(torch.equal, plain, other))
         assert all(map(torch.equal, before, other)) == (step == 3)
     assert both[0].state_bytes - both[1].state_bytes == host.bytes_in // 4 == host.bytes_out // 4

@@ -11,6 +11,9 @@ from shardwright.plan.layout import parameter_box
 from shardwright.plan.schedules.registry import schedule_of
 from shardwright.types import ITEMSIZE, LayerStrategy, Plan, Schedule
 
+BUFFERS = 3
+"""Buffers of the states of a parameter: one goes back, one is updated, one comes."""
+
 
 def check_offload(plan: Plan, file: object) -> None:
     """Raise BadInput if a plan keeps in host memory what cannot be there.
@@ -38,8 +41,8 @@ def can_offload(optimizer: Optimizer) -> bool:
 
 
 def copied_bytes(sizes: Iterable[int]) -> int:
-    """Return the bytes of two buffers, each of which holds the states of any parameter, given these."""
-    return 2 * max(sizes, default=0)
+    """Return the bytes of the buffers, each of which holds the states of any parameter, given these."""
+    return BUFFERS * max(sizes, default=0)
 
 
 def host_inputs(plan: Plan, rank: int) -> int:

@@ -32,6 +32,7 @@ from shardwright.types import MIB, Plan
 from shardwright.types.hardware_profile import Collective
 from shardwright_train.data.share import DOCUMENTS
 from shardwright_train.engine.engine import build_engine
+from shardwright_train.engine.optimizer import ShardedOptimizer
 from shardwright_train.models.base import Family
 from shardwright_train.models.stock import with_memory
 from shardwright_train.parallel.data import local_tensor
@@ -128,10 +129,11 @@ def simulate_step(
                 kept = [x for states in optimizer.host_states for x in states.values()]
                 resident.release(kept)
                 with_optimizer = resident.now
+                if optimizer.streamed:
+                    engine.late.wait_for_use(_WaitingUpdates(optimizer), optimizer.streamed)
                 with sent:
                     engine.forward_backward(step, hook)
             gradients = sum(_gradient_bytes(p) for p in optimizer.parameters.values() if p.requires_grad)
-            copies = copied_bytes(sum(x.nbytes for x in states.values()) for states in optimizer.streamed_states)
         return SimulatedStep(
             message_bytes=dict(sent.bytes),
             parameters_bytes=parameters,
@@ -139,11 +141,35 @@ def simulate_step(
             optimizer_bytes=with_optimizer - parameters,
             host_bytes=sum(x.nbytes for x in kept),
             host_activation_bytes=_host_activation_bytes(context),
-            peak_bytes=max(resident.peak, with_optimizer + gradients + copies),
+            peak_bytes=max(resident.peak, with_optimizer + gradients),
             microbatch_bytes=sum(x.nbytes for x in step.batch.values()) // plan.num_microbatches,
             resident_bytes=events,
             peaks=peaks,
         )
+
+
+class _WaitingUpdates:
+    """The memory that updates take which a step has left for the next one: their gradients, and buffers of copies."""
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        states = [each for layer in optimizer.streamed for each in optimizer.streamed_states(layer)]
+        size = copied_bytes(sum(x.nbytes for x in each.values()) for each in states)
+        self._buffers = [torch.empty(size, dtype=torch.uint8)]
+        self._gradients = {
+            layer: [torch.empty_like(local_tensor(optimizer.parameters[name].detach())) for name in names]
+            for layer, names in optimizer.streamed.items()
+        }
+
+    def start_updates(self, layer: str) -> None:
+        """Updates take nothing more while they run."""
+
+    def finish_updates(self, layer: str) -> None:
+        """Free the gradients of a layer."""
+        del self._gradients[layer]
+
+    def end_updates(self) -> None:
+        """Free the buffers."""
+        self._buffers.clear()
 
 
 def _host_activation_bytes(context: RankContext) -> int:

@@ -6,8 +6,9 @@ what is checked is the code that trains.
 
 import sys
 import time
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from torch import Tensor
@@ -16,8 +17,9 @@ from shardwright.optimizers.matrices import matrix_dims
 from shardwright.plan.chunks import chunk_layers
 from shardwright.plan.layout import parameter_box
 from shardwright.plan.process_groups import PlannedGroup, Purpose, strategy_groups
-from shardwright.types import EMBEDDING, HEAD, Offload, Plan
+from shardwright.types import EMBEDDING, HEAD, LayerStrategy, Plan
 from shardwright_train.engine.homes import Held
+from shardwright_train.engine.late_updates import LateUpdates
 from shardwright_train.engine.learning_rate import ANY, Hyperparameters
 from shardwright_train.engine.optimizer import ShardedOptimizer, StepOutcome
 from shardwright_train.models.attention_kernels import use_kernels
@@ -36,6 +38,8 @@ class Engine:
     settings: Hyperparameters
     updates: int
     """Number of earlier steps in which the optimizer changed the weights."""
+    late: LateUpdates = field(default_factory=LateUpdates)
+    """The updates that the last step has left for this one."""
 
     @cached_property
     def optimizer(self) -> ShardedOptimizer:
@@ -43,13 +47,12 @@ class Engine:
         parameters, replicas = self.stage.parameters_by_name(), self.stage.replicas()
         names, biases, context = self.stage.stock_names(), self.stage.router_biases(), self.stage.context
         given = parameters, self.settings, replicas, self.updates, names, biases
-        held, offloads = held_matrices(self.stage), (Offload.OPTIMIZER, Offload.BOTH, Offload.UPDATE)
-        offloaded, on_host = (offloaded_parameters(self.stage, kinds) for kinds in (offloads, (Offload.UPDATE,)))
-        return ShardedOptimizer(*given, context.plan.optimizer, context.groups, held, offloaded, on_host)
+        held, (offloaded, on_host) = held_matrices(self.stage), offloaded_parameters(self.stage)
+        return ShardedOptimizer(*given, context.plan.optimizer, context.groups, held, offloaded, on_host, self.late)
 
     def forward_backward(self, step: Step, hook: StepHook = no_hook) -> Tensor:
         """Run forward and backward of a global batch; see `run_step`."""
-        return run_step(self.stage, self.pipeline, step, hook)
+        return run_step(self.stage, self.pipeline, step, self.late, hook)
 
     def train_step(
         self, step: Step, *, stop: bool = False, save: bool = False, hook: StepHook = no_hook
@@ -72,21 +75,26 @@ class Engine:
         """
         # Without neighbours no rank waits for another: an out-of-memory error of one stage cannot hang the others.
         alone = StageAlone.of_pipeline(self.pipeline)
-        run_step(replace(self.stage, tied=self.stage.tied.alone()), alone, step)
+        run_step(replace(self.stage, tied=self.stage.tied.alone()), alone, step, self.late)
         self.optimizer.forget_gradients()
         return len({action.microbatch for action in alone.actions()})
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of a checkpoint by name: parameters, and the optimizer states of trained ones."""
+        """Return the tensors of a checkpoint by name: parameters, and the optimizer states of trained ones.
+
+        No update of theirs waits.
+        """
         return {**self.optimizer.parameters, **self.optimizer.state()}
 
 
-def offloaded_parameters(stage: Stage, kinds: Collection[Offload]) -> frozenset[str]:
-    """The names of a stage's parameters in layers that offload one of these."""
-    blocks = enumerate(stage.context.plan.layers)
-    layers = {f"layers[{number}]" for number, strategy in blocks if strategy.offload in kinds}
-    named = zip(stage.parameters(), stage.parameters_by_name(), strict=True)
-    return frozenset(name for (layer, _, _), name in named if layer.name in layers)
+def offloaded_parameters(stage: Stage) -> tuple[dict[str, list[str]], frozenset[str]]:
+    """The names of a stage's parameters whose states are in host memory, by layer; and of those that it updates."""
+    by_layer, on_host = defaultdict[str, list[str]](list), set[str]()
+    for (layer, _, _), name in zip(stage.parameters(), stage.parameters_by_name(), strict=True):
+        if isinstance(layer.strategy, LayerStrategy) and layer.strategy.offloads_optimizer:
+            by_layer[layer.name].append(name)
+            on_host |= {name} if layer.strategy.updates_on_host else set()
+    return dict(by_layer), frozenset(on_host)
 
 
 def held_matrices(stage: Stage) -> dict[str, Held]:
@@ -116,7 +124,9 @@ def build_engine(context: RankContext, settings: Hyperparameters = ANY, updates:
     use_kernels(context.plan.precision, context.attention, context.device)
     # All groups before the first layer: creating one is collective over the world, but a rank builds only its layers.
     context.groups.prepare(context.plan, _groups_of_units(context))
-    return Engine(build_stage(context), Pipeline.of_rank(context), settings, updates)
+    stage = build_stage(context)
+    late = LateUpdates(tuple(layer.name for layer in stage.layers), stage.gathered_ahead)
+    return Engine(stage, Pipeline.of_rank(context), settings, updates, late)
 
 
 def _groups_of_units(context: RankContext) -> Iterator[PlannedGroup]:

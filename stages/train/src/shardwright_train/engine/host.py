@@ -1,19 +1,19 @@
 """Host memory of a rank: optimizer states of offloaded layers stay there, and come to the device for the update.
 
-They come a parameter at a time, in turns through two buffers: while one is updated, the next is on its way, which waits
-until the one before is back. Copies change no bit, so that plans with and without offload compute the same.
+They come a parameter at a time, through three buffers in turn: while one is updated, the next is on its way, and the
+one before goes back. Copies change no bit, so that plans with and without offload compute the same.
 """
 
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from shardwright.launch.backend import on_accelerator
+from shardwright.plan.offload import BUFFERS
 
-_BUFFERS = 2
 _ALIGNMENT = 256
 """Bytes between the starts of tensors in a buffer, as PyTorch's allocators have them, are a multiple of this."""
 States = dict[str, Tensor]
@@ -21,32 +21,67 @@ States = dict[str, Tensor]
 
 
 class Host(ABC):
-    """A rank's host memory, and copies between it and the device."""
+    """A rank's host memory, and updates of parameters whose states are in it.
+
+    `begin` makes the buffers; then `start` begins the updates of a layer, overlapped with what the device computes,
+    which waits for them in `wait`; `end` frees the buffers.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: list[Tensor] = []
+        self._number = 0
+        """Number of parameters whose states have come since `begin`."""
 
     @abstractmethod
     def kept(self, x: Tensor) -> Tensor:
         """A copy of a tensor in host memory."""
 
-    def update_each(self, kept: Sequence[States], update: Callable[[int, States], None]) -> None:
-        """Call `update` with the number of each parameter and copies of its states on the device, and copy them back.
+    def begin(self, kept: Sequence[States]) -> None:
+        """Make buffers for the states of any of these parameters."""
+        largest = max(sum(_aligned(x) for x in states.values()) for states in kept)
+        self._buffers = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(BUFFERS)]
+        self._number = 0
+
+    def start(self, layer: str, kept: Sequence[States], update: Callable[[int, States], None]) -> None:
+        """Start to call `update` with the number of each parameter and copies of its states, which go back after it.
 
         The copies must not be held longer than the call.
         """
-        self._begin(kept)
-        coming = self._fetched(0, kept[0])
-        for number, states in enumerate(kept):
-            here, coming = coming, {}
-            if number + 1 < len(kept):
-                coming = self._fetched(number + 1, kept[number + 1])
-            self._arrived(number)
-            update(number, here)
-            self._give_back(number, here, states)
-            del here
-        self._end()
+        with self._overlapped(layer):
+            coming: list[States] = []
+            for number, states in enumerate(kept):
+                for further in kept[number + len(coming) : number + BUFFERS - 1]:
+                    coming.append(self._fetched(self._number + len(coming), further))
+                self._arrived(self._number)
+                here = coming.pop(0)
+                update(number, here)
+                self._give_back(self._number, here, states)
+                self._number += 1
 
     @abstractmethod
-    def _begin(self, kept: Sequence[States]) -> None:
-        """Prepare for copies of these."""
+    def wait(self, layer: str) -> None:
+        """Let what the device computes from now on wait for the updates of a layer that were started."""
+
+    def end(self) -> None:
+        """Free the buffers; the device computes on once all states are back."""
+        self._buffers = []
+
+    def settle(self) -> None:  # noqa: B027  # nothing to wait for, unless an implementation copies asynchronously
+        """Wait until host memory has all that went back."""
+
+    def _views(self, number: int, states: States) -> States:
+        """Return the places of states in the buffer whose turn it is."""
+        buffer, start, views = self._buffers[number % BUFFERS], 0, States()
+        for name, x in states.items():
+            views[name] = buffer[start : start + x.nbytes].view(x.dtype).view(x.shape)
+            start += _aligned(x)
+        return views
+
+    @contextmanager
+    @abstractmethod
+    def _overlapped(self, layer: str) -> Iterator[None]:
+        """Issue the updates of a layer, so that they overlap with what the device computes."""
 
     @abstractmethod
     def _fetched(self, number: int, states: States) -> States:
@@ -54,41 +89,54 @@ class Host(ABC):
 
     @abstractmethod
     def _arrived(self, number: int) -> None:
-        """Let the device wait until copies that were started are there."""
+        """Let the updates wait until copies that were started are there."""
 
     @abstractmethod
     def _give_back(self, number: int, copies: States, states: States) -> None:
         """Start to copy updated states back."""
 
-    @abstractmethod
-    def _end(self) -> None:
-        """Free what is needed for copies only."""
-
 
 class CountedHost(Host):
-    """The host memory of a rank on CPU: other tensors. It counts what comes and goes, and the most that is there."""
+    """The host memory of a rank on CPU: other tensors. It counts what comes and goes, and notes when.
 
-    def __init__(self) -> None:
+    Its copies are made when they are started.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
         self.bytes_in = self.bytes_out = 0
         """Bytes that came to the device, and that went back."""
         self.most_bytes = 0
         """The most bytes of copies at any time."""
-        self._bytes = 0
+        self.events: list[tuple[str, str]] = []
+        """What happened, and the layer: `start`, `in` and `out` for each parameter, and `wait`."""
+        self._layer = ""
 
     def kept(self, x: Tensor) -> Tensor:
         """A copy of a tensor."""
         return x.clone()
 
-    def _begin(self, kept: Sequence[States]) -> None:
-        pass
+    def begin(self, kept: Sequence[States]) -> None:
+        """Make buffers for the states of any of these parameters."""
+        super().begin(kept)
+        self.most_bytes = max(self.most_bytes, sum(buffer.nbytes for buffer in self._buffers))
+
+    def wait(self, layer: str) -> None:
+        """Note that a layer is used."""
+        self.events.append(("wait", layer))
+
+    @contextmanager
+    def _overlapped(self, layer: str) -> Iterator[None]:
+        self._layer = layer
+        self.events.append(("start", layer))
+        yield
 
     def _fetched(self, number: int, states: States) -> States:
-        copies = {name: x.clone() for name, x in states.items()}
-        for copy in copies.values():
-            self.bytes_in += copy.nbytes
-            self._bytes += copy.nbytes
-            weakref.finalize(copy, self._forget, copy.nbytes)
-        self.most_bytes = max(self.most_bytes, self._bytes)
+        copies = self._views(number, states)
+        for name, x in states.items():
+            copies[name].copy_(x)
+            self.bytes_in += x.nbytes
+        self.events.append(("in", self._layer))
         return copies
 
     def _arrived(self, number: int) -> None:
@@ -98,40 +146,57 @@ class CountedHost(Host):
         for name, x in states.items():
             x.copy_(copies[name])
             self.bytes_out += x.nbytes
-
-    def _end(self) -> None:
-        pass
-
-    def _forget(self, size: int) -> None:
-        self._bytes -= size
+        self.events.append(("out", self._layer))
 
 
 class PinnedHost(Host):
-    """Pinned host memory, copied on a stream for each direction into two buffers that exist during the update."""
+    """Pinned host memory; a stream for each direction of copies, and one for the updates between them."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._in, self._out = device, torch.Stream(device), torch.Stream(device)
-        self._buffers: list[Tensor] = []
+        super().__init__(device)
+        self._in, self._out, self._updates = (torch.Stream(device) for _ in range(3))
         self._coming: dict[int, torch.Event] = {}
         self._back: dict[int, torch.Event] = {}
+        self._updated: dict[str, torch.Event] = {}
 
     def kept(self, x: Tensor) -> Tensor:
         """A copy of a tensor in pinned memory."""
         return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x)
 
-    def _begin(self, kept: Sequence[States]) -> None:
-        largest = max(sum(_aligned(x) for x in states.values()) for states in kept)
-        self._buffers = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(_BUFFERS)]
+    def begin(self, kept: Sequence[States]) -> None:
+        """Make buffers for the states of any of these parameters."""
+        super().begin(kept)
         # The allocator may give memory that earlier work of this stream still uses.
-        self._in.wait_event(self._computation.record_event())
+        self._in.wait_event(self._current.record_event())
+
+    def wait(self, layer: str) -> None:
+        """Let the current stream wait for the updates of a layer."""
+        self._current.wait_event(self._updated.pop(layer))
+
+    def end(self) -> None:
+        """Free the buffers, whose memory is the current stream's: it waits until they have been read."""
+        for event in self._back.values():
+            self._current.wait_event(event)
+        self._back = {}
+        super().end()
+
+    def settle(self) -> None:
+        """Wait until host memory has all that went back."""
+        self._out.synchronize()
+
+    @contextmanager
+    def _overlapped(self, layer: str) -> Iterator[None]:
+        # Gradients, and what decides whether the step changes anything, are made by the current stream. Their memory is
+        # freed once it has waited for the updates.
+        self._updates.wait_event(self._current.record_event())
+        with self._updates:
+            yield
+            self._updated[layer] = self._updates.record_event()
 
     def _fetched(self, number: int, states: States) -> States:
-        if number >= _BUFFERS:
-            self._in.wait_event(self._back.pop(number - _BUFFERS))
-        buffer, start, copies = self._buffers[number % _BUFFERS], 0, States()
-        for name, x in states.items():
-            copies[name] = buffer[start : start + x.nbytes].view(x.dtype).view(x.shape)
-            start += _aligned(x)
+        if (before := self._back.pop(number - BUFFERS, None)) is not None:
+            self._in.wait_event(before)
+        copies = self._views(number, states)
         with self._in:
             for name, x in states.items():
                 copies[name].copy_(x, non_blocking=True)
@@ -139,30 +204,23 @@ class PinnedHost(Host):
         return copies
 
     def _arrived(self, number: int) -> None:
-        self._computation.wait_event(self._coming.pop(number))
+        self._current.wait_event(self._coming.pop(number))
 
     def _give_back(self, number: int, copies: States, states: States) -> None:
-        self._out.wait_event(self._computation.record_event())
+        self._out.wait_event(self._current.record_event())
         with self._out:
             for name, x in states.items():
                 x.copy_(copies[name], non_blocking=True)
         self._back[number] = self._out.record_event()
 
-    def _end(self) -> None:
-        # The buffers' memory is this stream's, so it may be given away once this stream has waited. A checkpoint reads
-        # host memory after the step's only wait for the device, or waits itself.
-        for event in self._back.values():
-            self._computation.wait_event(event)
-        self._buffers, self._back = [], {}
-
     @property
-    def _computation(self) -> torch.Stream:
+    def _current(self) -> torch.Stream:
         return torch.accelerator.current_stream(self._device)
 
 
 def host_of(device: torch.device) -> Host:
     """The host memory of a rank on a device."""
-    return PinnedHost(device) if on_accelerator(device) else CountedHost()
+    return PinnedHost(device) if on_accelerator(device) else CountedHost(device)
 
 
 def _aligned(x: Tensor) -> int:

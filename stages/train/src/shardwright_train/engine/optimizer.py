@@ -7,7 +7,7 @@ them.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from shardwright.optimizers.registry import OPTIMIZERS
 from shardwright_train.engine.homes import Held
 from shardwright_train.engine.host import States, host_of
+from shardwright_train.engine.late_updates import LateUpdates
 from shardwright_train.engine.learning_rate import Hyperparameters, ParameterGroup, group_of
 from shardwright_train.engine.updates import UPDATES, initial_states, moved_states, tensors_of
 from shardwright_train.parallel.data import local_tensor
@@ -37,8 +38,8 @@ class ShardedOptimizer:
     for tied parameters), so that all replicas are in the same group. `replicas` are tied copies whose gradients another
     parameter already counts in the norm. Frozen parameters have no states; `router_biases` are corrected by counts
     instead. The states start at zero, and bias correction continues after `updates` steps. Those of `offloaded`
-    parameters stay in host memory; they are updated after all others, one parameter after another, those of `on_host`
-    by the host, on copies of gradients and parameters.
+    parameters, by layer, stay in host memory. Of `on_host` the host updates them at the end of a step, on copies of
+    gradients and parameters; the others' updates wait in `late`, with their gradients, for their layer's next use.
     """
 
     def __init__(
@@ -52,8 +53,9 @@ class ShardedOptimizer:
         optimizer: str = "adamw",
         groups: Groups | None = None,
         matrices: Mapping[str, Held] | None = None,
-        offloaded: Set[str] = frozenset(),
+        offloaded: Mapping[str, Sequence[str]] | None = None,
         on_host: Set[str] = frozenset(),
+        late: LateUpdates | None = None,
     ) -> None:
         self._router_biases = router_biases
         self.parameters, self.settings = parameters, settings
@@ -73,9 +75,17 @@ class ShardedOptimizer:
             given = _groups(settings, {name: group_by_name[name] for name in members}, self._local | self._there)
             return UPDATES[optimizer](given, settings)
 
-        self._rule = rule_of(name for name in self._trained if name not in offloaded)
-        self._offloaded = {name: rule_of([name]) for name in self._trained if name in offloaded}
+        layers = {
+            layer: [name for name in names if name in self._trained] for layer, names in (offloaded or {}).items()
+        }
+        self._offloaded = {name: rule_of([name]) for names in layers.values() for name in names}
         """The updates of parameters whose states are in host memory."""
+        self._rule = rule_of(name for name in self._trained if name not in self._offloaded)
+        self.streamed = {
+            layer: streamed for layer, names in layers.items() if (streamed := [n for n in names if n not in on_host])
+        }
+        """The parameters whose states come to the device for their updates, by layer."""
+        self._late = LateUpdates(tuple(self.streamed)) if late is None else late
         replicas_of = [_replicas(parameter) for parameter in self._counted]
         self._replicas = torch.tensor(replicas_of, dtype=torch.float64, device=device)
         for name, local in self._local.items():
@@ -90,8 +100,10 @@ class ShardedOptimizer:
 
         The gradients are those of `loss_scale` times the loss. One all_reduce over the world carries the squared norm,
         the loss [] or [2 + experts] of `run_step`, whether any rank wants to stop or to save, and each rank's peak
-        memory so far. When loss or norm is not finite nothing is updated.
+        memory so far. When loss or norm is not finite nothing is updated. Parameters whose states come from the host
+        are updated later.
         """
+        self._late.flush()
         squares, losses = self._squared_norm(), loss.reshape(-1)
         # `full_like` passes its value with the kernel launch; copying a tensor from the host would wait for the device.
         asked = (torch.full_like(squares, float(wish)) for wish in (stop, save))
@@ -103,6 +115,9 @@ class ShardedOptimizer:
             rate = self.settings.router_bias_update_rate * shared[:2].isfinite().all()
             self._router_biases.correct(shared[5 : 3 + len(losses)], rate)
         self.forget_gradients()
+        if self.streamed:
+            self.host.begin([states for layer in self.streamed for states in self.streamed_states(layer)])
+            self._late.wait_for_use(self, self.streamed)
         # The only time in a step that the host waits for the device: whatever it needs to know is in this one tensor.
         mean_loss, squared, stops, saves, *rest = shared.tolist()
         of_blocks, peaks = rest[: len(losses) - 1], tuple(map(int, rest[len(losses) - 1 :]))
@@ -115,8 +130,14 @@ class ShardedOptimizer:
         for parameter in self.parameters.values():
             parameter.grad = None
 
+    def flush(self) -> None:
+        """Finish the updates that wait, those in host memory included."""
+        self._late.flush()
+        self.host.settle()
+
     def state(self) -> dict[str, Tensor]:
         """The states as DTensors with their parameters' layout, under `optim.<parameter>.<state>`."""
+        self.flush()
         kept = {name: tensors_of(p, self._states_of(name)) for name, p in self._trained.items()}
         return {f"optim.{name}.{state}": x for name, states in kept.items() for state, x in states.items()}
 
@@ -133,10 +154,9 @@ class ShardedOptimizer:
         there = ({"parameter": self._there[name].detach()} if name in self._there else {} for name in self._offloaded)
         return tuple(self._moved(name) | copy for name, copy in zip(self._offloaded, there, strict=True))
 
-    @property
-    def streamed_states(self) -> tuple[States, ...]:
-        """The states in host memory that come to the device, by parameter in the order of their updates."""
-        return tuple(self._moved(name) for name in self._offloaded if name not in self._there)
+    def streamed_states(self, layer: str) -> tuple[States, ...]:
+        """The states of a layer that come to the device, by parameter in the order of their updates."""
+        return tuple(self._moved(name) for name in self.streamed[layer])
 
     def _moved(self, name: str) -> States:
         return moved_states(self._states_of(name))
@@ -187,25 +207,34 @@ class ShardedOptimizer:
             for group in rule.param_groups:
                 group["lr"] = learning_rate * group["factor"]
         step_unless(self._rule, forbidden, divisor)
-        if self._offloaded:
-            self._update_offloaded(forbidden, divisor)
-        for local in self._local.values():
-            local.grad = None
+        self._update_there(forbidden, divisor)
+        self._decided = forbidden, divisor
+        waiting = {name for names in self.streamed.values() for name in names}
+        for name, local in self._local.items():
+            if name not in waiting:
+                local.grad = None
 
-    def _update_offloaded(self, forbidden: Tensor, divisor: Tensor | None) -> None:
-        """Update the parameters whose states are in host memory, with copies of these on the device."""
-        rules = [(name, rule) for name, rule in self._offloaded.items() if name not in self._there]
+    def start_updates(self, layer: str) -> None:
+        """Start to update the parameters of a layer as the step has decided, with copies of their states."""
+        names = self.streamed[layer]
 
         def update(number: int, copies: States) -> None:
-            name, rule = rules[number]
-            states, kept = self._states_of(name), self._moved(name)
+            states, kept = self._states_of(names[number]), self._moved(names[number])
             states.update(copies)
-            step_unless(rule, forbidden, divisor)
+            step_unless(self._offloaded[names[number]], *self._decided)
             states.update(kept)
 
-        if rules:
-            self.host.update_each(self.streamed_states, update)
-        self._update_there(forbidden, divisor)
+        self.host.start(layer, self.streamed_states(layer), update)
+
+    def finish_updates(self, layer: str) -> None:
+        """Let the device wait for the updates of a layer, and free their gradients."""
+        self.host.wait(layer)
+        for name in self.streamed[layer]:
+            self._local[name].grad = None
+
+    def end_updates(self) -> None:
+        """Free the buffers through which states have come."""
+        self.host.end()
 
     def _update_there(self, forbidden: Tensor, divisor: Tensor | None) -> None:
         """Have the host update its parameters, which waits for the gradients."""

@@ -165,7 +165,17 @@ class Step:
         return cls(share.part_of(batch), int((batch["labels"] != IGNORED).sum().item()), seed, number)
 
 
-def run_step(stage: Stage, pipeline: Pipeline, step: Step, hook: StepHook = no_hook) -> Tensor:
+class ForwardHook(Protocol):
+    """What a step calls around its forward passes."""
+
+    def before(self, layer: str) -> None:
+        """Prepare a layer's forward pass, before its parameters are gathered or read."""
+
+    def after_forward(self) -> None:
+        """Note the end of a forward pass through a chunk."""
+
+
+def run_step(stage: Stage, pipeline: Pipeline, step: Step, around: ForwardHook, hook: StepHook = no_hook) -> Tensor:
     """Run forward and backward of a global batch.
 
     Leaves in the parameters the gradients of `loss_scale` times the loss: the mean over all labels of the batch that
@@ -174,7 +184,7 @@ def run_step(stage: Stage, pipeline: Pipeline, step: Step, hook: StepHook = no_h
     and how often each expert of each layer is chosen: ranks that compute the same positions all count them.
     """
     plan, todo = pipeline.context.plan, pipeline.actions()
-    passes = _Passes(stage, pipeline, step, hook, Messages(pipeline))
+    passes = _Passes(stage, pipeline, step, hook, around, Messages(pipeline))
     reduces_each = plan.gradient_reduction is GradientReduction.EVERY_MICROBATCH
     # Receives are posted one action ahead, so that a message arrives while the action before it computes.
     passes.messages.expect(todo[0])
@@ -213,6 +223,7 @@ class _Passes:
     pipeline: Pipeline
     step: Step
     hook: StepHook
+    around: ForwardHook
     messages: Messages
     inputs: dict[MicrobatchChunk, States] = field(default_factory=dict)
     ends: dict[MicrobatchChunk, tuple[Tensor | GradientEdge | None, ...]] = field(default_factory=dict)
@@ -251,8 +262,11 @@ class _Passes:
         kind, microbatch, chunk = action
         at, leaves = (microbatch, chunk), (kind, chunk) in self.pipeline.outgoing
         self.hook("forward.begin", at)
-        self.stage.chunks[chunk].gathers.start(Pass.FORWARD)
-        here, states = self.stage.chunks[chunk], tuple(self._received(action, following))
+        here = self.stage.chunks[chunk]
+        for layer in here.layers[:1]:
+            self.around.before(layer.name)
+        here.gathers.start(Pass.FORWARD)
+        states = tuple(self._received(action, following))
         if here.needs_gradient:
             # Received tensors are leaves: after the backward pass their .grad is what the stage before waits for.
             states = self.inputs[at] = tuple(x.requires_grad_() for x in states)
@@ -260,7 +274,9 @@ class _Passes:
         self.hook("forward.wait", at)
         batch = self.microbatches.masked(batch, action)
         rng_key = (self.step.seed, self.step.number, microbatch)
-        output = here(states, batch, rng_key, partial(self._note_segment, at), partial(self._note_loss, at))
+        noted = partial(self._note_segment, at), partial(self._note_loss, at)
+        output = here(states, batch, rng_key, *noted, self.around.before)
+        self.around.after_forward()
         self.hook(f"{'layers' if leaves else 'head'}.forward", at)
         self.hook("forward.end", at)
         if leaves:
@@ -375,7 +391,7 @@ def run_forward(stage: Stage, pipeline: Pipeline, batch: Batch) -> Tensor:
             messages.expect(following)
         states = tuple(messages.received(action))
         microbatch = microbatches.masked(microbatches.taken_by(action), action)
-        output = chunk(states, microbatch, _NOTHING_IS_DRAWN, _no_hook, _no_hook)
+        output = chunk(states, microbatch, _NOTHING_IS_DRAWN, _no_hook, _no_hook, _no_hook)
         if (action.kind, action.chunk) in pipeline.outgoing:
             messages.send_after_the_last(output, action)
         else:

@@ -44,10 +44,11 @@ class Chunk(nn.Module):
         self.gathers = parallelize_stage(self, [layer.parallel for layer in layers])
 
     def forward(
-        self, states: States, batch: Batch, rng_key: RNGKey, hook: Hook, note_loss: LossHook
+        self, states: States, batch: Batch, rng_key: RNGKey, hook: Hook, note_loss: LossHook, before: Hook
     ) -> States | Tensor:
-        """Run one microbatch through the chunk."""
+        """Run one microbatch through the chunk; `before` is called with the name of each layer ahead of it."""
         for layer in self.layers:
+            before(layer.name)
             if layer.kind == HEAD:
                 return layer(_hooked_both_ways(states, hook, "layers", "head"), batch, rng_key, note_loss)
             output = layer(states, batch, rng_key, note_loss)
@@ -185,6 +186,12 @@ class Stage:
             if name == names.get(layer.name)
         }
         return RouterBiases(held)
+
+    @property
+    def gathered_ahead(self) -> frozenset[str]:
+        """The layers of which ZeRO-3 gathers parameters while the layer before computes."""
+        zero3 = DataParallel.ZERO3
+        return frozenset(layer.name for layer, unit in self.units if unit.strategy.data_parallel is zero3)
 
     @property
     def gathered_bytes(self) -> int:

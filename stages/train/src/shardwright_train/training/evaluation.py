@@ -77,6 +77,7 @@ class Evaluator:
         loss is not a number or no label counts.
         """
         began, totals, stage = time.monotonic(), [0.0, 0.0], self.engine.stage
+        self.engine.late.flush()
         share, device = stage.context.share, self.world.device
         numbers = range(-(-self.data.samples // share.global_samples))
 
