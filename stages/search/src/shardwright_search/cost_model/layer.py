@@ -108,10 +108,14 @@ class MovedActivations(NamedTuple):
         """Return the bytes on the device in the layer's own pass: of it, and of a neighbour that goes or comes."""
         return 2 * self.bytes
 
+    @property
+    def copied_s(self) -> float:
+        """Return the time of copying them one way."""
+        return self.bytes / self.bytes_per_s
+
     def pass_s(self, computed_s: float) -> float:
         """Return the time of a pass, from that of its computation."""
-        copied_s = self.bytes / self.bytes_per_s
-        return max(computed_s, copied_s) if self.overlaps else computed_s + copied_s
+        return max(computed_s, self.copied_s) if self.overlaps else computed_s + self.copied_s
 
 
 class Turns(NamedTuple):
@@ -318,7 +322,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
             slowdowns=costs.reduction.slowdowns,
             overlapped_ps=picoseconds(overlapped),
             sync_ps=picoseconds(costs.partial_sum_s) + picoseconds(costs.gather_once.added_s(forward_s)) + once,
-            optimizer_ps=picoseconds(costs.optimizer_s),
+            optimizer_ps=picoseconds(costs.update_s(forward_s - moved.copied_s)),
             memory=costs.memory,
             activation_bytes=ceil(figures.activation_bytes) - moved.bytes,
             host_activation_bytes=moved.bytes,
@@ -344,16 +348,16 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         passes = [self._pass_numbers(type_name, each, topology, samples, turns) for each in parts.passes]
         tied = turns.ties and type_name == HEAD
         own = [self._parameter_numbers(type_name, each, topology, single_microbatch, tied) for each in parts.parameters]
-        forward_s, backward_s, activation, workspace, moved = np.array(passes).T[:, parts.passes_of]
+        forward_s, backward_s, free_s, activation, workspace, moved = np.array(passes).T[:, parts.passes_of]
         columns = np.array(own).T[:, parts.parameters_of]
         each, once, reduction = (AllOverlapped(*columns[first : first + 4]) for first in (0, 4, 8))
-        partial_sum_s, optimizer_s, state, gradients, sums, unreduced, buffers, host = columns[12:]
+        partial_sum_s, optimizer_s, copies_s, state, gradients, sums, unreduced, buffers, host = columns[12:]
         reduced = all_picoseconds(reduction.added_s(backward_s))
         nothing = np.zeros_like(reduced)
         reduces_every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
         every, at_end = (reduced, nothing) if reduces_every else (nothing, reduced)
         times = forward_s, backward_s, each.added_s(forward_s), each.added_s(backward_s)
-        ends = partial_sum_s, once.added_s(forward_s), optimizer_s
+        ends = partial_sum_s, once.added_s(forward_s), optimizer_s + np.maximum(0.0, copies_s - free_s)
         return np.array(
             [
                 sum(map(all_picoseconds, times)) + every,
@@ -366,14 +370,19 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     def _pass_numbers(
         self, type_name: str, strategy: Strategy, topology: StageTopology, samples: int, turns: Turns
-    ) -> tuple[float, float, int, int, int]:
-        """Return forward and backward time in seconds, and bytes of activations, of workspace, and on the host."""
+    ) -> tuple[float, float, float, int, int, int]:
+        """Return seconds of forward and backward pass, and of the forward pass while the host's link is free.
+
+        And bytes of activations, of workspace, and on the host.
+        """
         compute, further, least = self._passes(type_name, strategy, topology, samples, turns)
         figures, context = compute.figures, SharedContext(self.model, type_name, strategy, samples, self.precision)
         moved = self._moved(strategy, topology, figures.activation_bytes)
+        forward_s = moved.pass_s(max(figures.forward_s + further[0].time_s, least[0]))
         return (
-            moved.pass_s(max(figures.forward_s + further[0].time_s, least[0])),
+            forward_s,
             moved.pass_s(max(figures.backward_s + further[1].time_s, least[1])),
+            forward_s - moved.copied_s,
             ceil(figures.activation_bytes) - moved.bytes,
             ceil(figures.workspace_bytes) + context.workspace_bytes + moved.workspace_bytes,
             moved.bytes,
@@ -396,7 +405,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         memory = costs.memory
         return (
             *chain.from_iterable(each.numbers for each in collectives),
-            *(costs.partial_sum_s, costs.optimizer_s, memory.all_step_bytes),
+            *(costs.partial_sum_s, costs.optimizer_s, costs.copies_s, memory.all_step_bytes),
             *(memory.gradients, memory.gradient_sums, memory.unreduced_gradients, memory.buffers, memory.host),
         )
 
@@ -457,7 +466,8 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         host = None
         if isinstance(strategy, LayerStrategy) and strategy.offloads_optimizer:
             updates = self._host_rate(topology.node_type, "host_updates_per_s") if strategy.updates_on_host else None
-            host = HostRates(self._host_rate(topology.node_type, "host_bytes_per_s"), updates)
+            overlaps = not self.cluster.node_types[topology.node_type].on_cpu
+            host = HostRates(self._host_rate(topology.node_type, "host_bytes_per_s"), overlaps, updates)
         return parameter_costs(*given, type_name, group, topology, states, single_microbatch, host)
 
     def _host_rate(self, node_type: str, name: str) -> float:

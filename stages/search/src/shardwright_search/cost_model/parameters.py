@@ -58,6 +58,8 @@ class HostRates(NamedTuple):
 
     bytes_per_s: float
     """Of copies, one way."""
+    overlaps: bool
+    """Whether copies of states overlap with computation, as between a GPU and its host."""
     updates_per_s: float | None = None
     """Parameters that it updates; None: the device does."""
 
@@ -283,6 +285,8 @@ class ParameterCosts(msgspec.Struct, frozen=True, kw_only=True):
     partial_sum_s: float
     """Once a step: summing gradients of replicated parameters over the tensor-parallel group."""
     optimizer_s: float
+    copies_s: float
+    """Copies for the update that overlap with a forward pass."""
 
 
 def parameter_costs(
@@ -301,8 +305,8 @@ def parameter_costs(
     """Return the costs on one rank of a group of a layer's parameters.
 
     `states` are those of all parameters of the layer that were profiled. `host`: of the host memory in which its
-    optimizer states are; None: they stay on the device. States come to the device and go back, or gradients go and
-    parameters come, in turn and overlapped with nothing.
+    optimizer states are; None: they stay on the device. States come to the device and go back in turn, overlapped with
+    a forward pass before the layer's next one; gradients go and parameters come in turn, overlapped with nothing.
     """
     kind, strategy = group
     axes, states = axes_of(strategy).dense, _share_of_states(states, model.types[type_name], group)
@@ -343,19 +347,21 @@ def parameter_costs(
         offloaded=host is not None,
         streams=host is not None and host.updates_per_s is None,
     )
-    update_s, copied_s = states.optimizer_s / axes.shards * share, 0.0
+    update_s, copied_s, copies_s = states.optimizer_s / axes.shards * share, 0.0, 0.0
     if host is not None and host.updates_per_s is not None:
         count = _shard_numel(kind.trained_parameters, axes)
         update_s = count / host.updates_per_s
         copied_s = count * (ITEMSIZE[precision.reduce] + 2 * ITEMSIZE[precision.parameters]) / host.bytes_per_s
     elif host is not None:
-        copied_s = 2 * memory.host / host.bytes_per_s
+        both_ways_s = 2 * memory.host / host.bytes_per_s
+        copied_s, copies_s = (0.0, both_ways_s) if host.overlaps else (both_ways_s, 0.0)
     return ParameterCosts(
         memory=memory,
         gather=gather,
         reduction=reduction,
         partial_sum_s=_partial_sum_s(profiles, model, precision, type_name, group, topology),
         optimizer_s=update_s + agreed_s + whole_s + copied_s,
+        copies_s=copies_s,
     )
 
 
@@ -418,6 +424,11 @@ class LayerParameters(msgspec.Struct, frozen=True, kw_only=True):
     reduction: Overlapped
     partial_sum_s: float
     optimizer_s: float
+    copies_s: float
+
+    def update_s(self, forward_s: float) -> float:
+        """Return the time of the update: of its copies, what a forward pass of this duration does not hide."""
+        return self.optimizer_s + max(0.0, self.copies_s - forward_s)
 
 
 def joined_parameters(groups: Sequence[tuple[Strategy, ParameterCosts]]) -> LayerParameters:
@@ -435,6 +446,7 @@ def joined_parameters(groups: Sequence[tuple[Strategy, ParameterCosts]]) -> Laye
         reduction=_in_turn([each.reduction for each in costs]),
         partial_sum_s=sum(each.partial_sum_s for each in costs),
         optimizer_s=sum(each.optimizer_s for each in costs),
+        copies_s=sum(each.copies_s for each in costs),
     )
 
 
@@ -455,6 +467,7 @@ def slowest_parameters(costs: Sequence[ParameterCosts]) -> ParameterCosts:
         reduction=_slowest([each.reduction for each in costs]),
         partial_sum_s=max(each.partial_sum_s for each in costs),
         optimizer_s=max(each.optimizer_s for each in costs),
+        copies_s=max(each.copies_s for each in costs),
     )
 
 

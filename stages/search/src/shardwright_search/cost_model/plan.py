@@ -109,8 +109,12 @@ def evaluate(plan: Plan, profiles: Profiles, costs: CostModel | None = None, tim
         timeline=_timeline(simulation),
     )
     priced = {warning for each in ranges for warning in each.warnings}
-    if any(layer.offloads_optimizer for layer in plan.layers):
-        priced.add("assumed: offloaded states are copied at the cluster's host_bytes_per_s, overlapped with nothing")
+    if any(layer.offloads_optimizer and not layer.updates_on_host for layer in plan.layers):
+        priced.add(
+            "assumed: offloaded states are copied at host_bytes_per_s, on GPUs beside their layer's forward pass"
+        )
+    if any(layer.updates_on_host for layer in plan.layers):
+        priced.add("assumed: the host updates at host_updates_per_s, its copies overlapped with nothing")
     if any(layer.offloads_activations for layer in plan.layers):
         priced.add("assumed: offloaded activations are copied at host_bytes_per_s, on GPUs beside their layer's passes")
     if more and not timeline:
