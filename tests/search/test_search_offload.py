@@ -1,5 +1,6 @@
 """Optimizer states in host memory: priced, searched within the host's budget, proven, or refused by name."""
 
+from dataclasses import replace as with_fields
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
@@ -9,17 +10,20 @@ import pytest
 from brute_force import mistakes
 from command_calls import call
 from interleaved_problems import mistakes as interleaved_mistakes
+from msgspec import UNSET
 from msgspec.structs import replace
 from offload_problems import random_interleaved_with_offload, random_with_offload
 from random_problems import best_of
 
 from shardwright.io import BadInput, read_document
+from shardwright.io.table import Table
 from shardwright.types import (
     GIB,
     DataParallel,
     ExpertStrategy,
     GradientReduction,
     LayerStrategy,
+    NodeType,
     Offload,
     Plan,
     Precision,
@@ -27,6 +31,7 @@ from shardwright.types import (
     Schedule,
     SequenceParallel,
 )
+from shardwright.types.hardware_profile import HOST_COPIES, RateRow
 from shardwright_search.advise.choices import reading_of
 from shardwright_search.advise.question import question_of
 from shardwright_search.certificate.check import confirms
@@ -46,6 +51,7 @@ FILE = Path("s.json")
 RATE = 1e9
 BOTH = (Offload.NONE, Offload.OPTIMIZER)
 STREAMED = tuple(kind for kind in Offload if kind is not Offload.UPDATE)
+MOVED = Offload.ACTIVATIONS, Offload.BOTH
 UNBOUND = 2.0**52
 
 
@@ -73,8 +79,16 @@ def _offloaded(plan: Plan) -> int:
 
 
 @pytest.mark.parametrize("data_parallel", ["ddp", "zero2", "zero3"])
-@pytest.mark.parametrize("rate", [1e8, RATE, 1e12])
-def test_states_move_to_the_host_and_a_forward_pass_hides_their_copies_both_ways(given, data_parallel, rate):
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_states_move_to_the_host_and_a_forward_pass_hides_their_copies_both_ways(
+    given, monkeypatch, data_parallel, on_cpu
+):
+    monkeypatch.setattr(NodeType, "on_cpu", on_cpu)
+    for rate in (1e6, 1e8, RATE, 1e12):
+        _check_copies_of_states(given, data_parallel, rate, on_cpu)
+
+
+def _check_copies_of_states(given, data_parallel, rate, on_cpu):
     request, model, cluster, profiles = given
     node = replace(cluster.node_types["n"], host_bytes_per_s=rate)
     cluster = replace(cluster, node_types={"n": node})
@@ -86,9 +100,14 @@ def test_states_move_to_the_host_and_a_forward_pass_hides_their_copies_both_ways
     states = here.memory.optimizer
     assert (there.memory.optimizer, there.memory.host, here.memory.host) == (0, states, 0)
     assert there.state_bytes == here.state_bytes - states
-    hidden_ps = 0 if node.on_cpu else here.forward_ps
-    late_ps = max(0.0, 2 * states / rate * 1e12 - hidden_ps)
-    assert there.optimizer_ps - here.optimizer_ps == pytest.approx(late_ps, abs=1)
+    copied_ps = 2 * states / rate * 1e12
+    late_ps = copied_ps if on_cpu else max(0.0, copied_ps - here.forward_ps)
+    assert there.optimizer_ps - here.optimizer_ps == pytest.approx(late_ps, abs=2)
+    # Where activations go, too, the link is free for the rest of the pass.
+    moved, both = (costs.layer("block", replace(plain, offload=kind), *asked) for kind in MOVED)
+    free_ps = moved.forward_ps - moved.host_activation_bytes / rate * 1e12
+    late_ps = copied_ps if on_cpu else max(0.0, copied_ps - free_ps)
+    assert both.optimizer_ps - here.optimizer_ps == pytest.approx(late_ps, abs=2)
     assert (there.forward_ps, there.backward_ps, there.sync_ps) == (here.forward_ps, here.backward_ps, here.sync_ps)
     # The block has one parameter, of whose states three buffers may hold what is there at once.
     assert there.memory.buffers == max(here.memory.buffers, 3 * states)
@@ -97,6 +116,29 @@ def test_states_move_to_the_host_and_a_forward_pass_hides_their_copies_both_ways
         numbers = cost.microbatch_ps, cost.exposed_ps, cost.state_bytes, cost.memory.gradients
         assert tuple(column[:4]) == numbers
         assert tuple(column[6:]) == (cost.workspace_bytes, cost.memory.host, cost.host_activation_bytes)
+
+
+def test_measured_rates_of_the_host_stand_in_for_those_that_a_cluster_does_not_give(given):
+    request, model, cluster, profiles = given
+    apart = replace(cluster.node_types["n"], host_bytes_per_s=UNSET)
+    lacking = replace(cluster, node_types={"n": apart})
+    rows = [
+        RateRow(name=name, value=value, source="measured")
+        for name, value in zip(HOST_COPIES, (3 * RATE, RATE), strict=True)
+    ]
+    hardware = with_fields(profiles.hardware, rates=Table.from_rows(RateRow, rows))
+    asked = replace(request, offload=BOTH)
+    with pytest.raises(BadInput, match=r"s\.json: offload: node type n of cluster some has no host_bytes_per_s"):
+        find_best(asked, model, lacking, profiles, FILE, lambda _: None)
+    measured = profiles._replace(hardware=hardware)
+    assert find_best(asked, model, lacking, measured, FILE, lambda _: None)
+    plan = _found(given).chosen.plan
+    layers = tuple(replace(layer, offload=Offload.OPTIMIZER) for layer in plan.layers)
+    told = [evaluate(replace(plan, layers=layers, cluster=on), measured) for on in (cluster, lacking)]
+    assert told[0].objective_ps == told[1].objective_ps
+    for whose, each in zip(("the cluster's", "the measured"), told, strict=True):
+        assert any(f"offloaded states are copied at {whose} host_bytes_per_s" in line for line in each.warnings)
+    assert hardware.host_rate("host_updates_per_s") is None
 
 
 def test_layers_are_offloaded_where_nothing_else_fits_and_no_more_than_must_be(given):

@@ -31,10 +31,11 @@ class NodeType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host_memory_gib: Gib | UnsetType = UNSET
     """Host memory of one node that its ranks share equally for what their layers offload, in GiB; needed to offload."""
     host_bytes_per_s: Rate | UnsetType = UNSET
-    """Rate at which a device copies to or from host memory while all of the node's do, one way; needed to offload."""
+    """Rate at which a device copies to or from host memory while all of the node's do, one way; needed to offload,
+    unless it was measured."""
     host_updates_per_s: Rate | UnsetType = UNSET
     """Parameters that the host updates a second for one rank while it does for all of the node's; needed for offload
-    update."""
+    update, unless it was measured."""
 
     def __post_init__(self) -> None:
         if self.device.startswith("cpu/") and not self.on_cpu:

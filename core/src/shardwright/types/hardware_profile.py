@@ -84,6 +84,12 @@ class CollectiveKey(Key, frozen=True, order=True):
         return GroupKind(self.group_size, self.ranks_per_node, self.consecutive)
 
 
+HOST_COPIES = "host_in_bytes_per_s", "host_out_bytes_per_s"
+"""Rates of a device's copies from pinned host memory, and to it, while all ranks copy."""
+HOST_ALONE = "host_in_alone_bytes_per_s", "host_out_alone_bytes_per_s"
+"""The same while the other ranks of its node wait."""
+HOST_UPDATES = "host_updates_per_s"
+"""Parameters that a rank's host updates by AdamW, while all ranks update."""
 _RateName = Annotated[str, Meta(max_length=32)]
 _Rate = Annotated[Rate, Meta(extra={"unit": "SI, in the name"})]
 _Slowdown = Annotated[PositiveNumber, Meta(extra={"unit": "1"})]
@@ -219,6 +225,15 @@ class HardwareProfile(Profile):
         if set(self.repeats["point"].tolist()) != set(range(len(self.points))):
             return "points without repeats, or repeats without a point"
         return None
+
+    def host_rate(self, name: str) -> float | None:
+        """Return a measured rate that node types have: `host_bytes_per_s`, of the slower way, or `host_updates_per_s`.
+
+        None if it was not measured.
+        """
+        rates = {row.name: row.value for row in self.rates.rows}
+        of = HOST_COPIES if name == "host_bytes_per_s" else (name,)
+        return min((rates[each] for each in of if each in rates), default=None)
 
     @cached_property
     def times_s(self) -> tuple[NDArray[Any], ...]:

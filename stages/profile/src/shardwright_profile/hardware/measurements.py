@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from shardwright.launch.backend import on_accelerator
 from shardwright.plan.sweep_plan import SIZE_STEP, CollectiveKind, Groups, PairRound
 from shardwright.types.hardware_profile import Collective
+from shardwright_profile.hardware.host_rates import host_measurements
 from shardwright_profile.hardware.profile import EntryKey, PairEntry, PointEntry, RateEntry
 from shardwright_profile.hardware.session import WARM_UP_REPEATS, Session, Stopwatch, Task
 
@@ -123,7 +124,8 @@ def rate_tasks(session: Session) -> list[Task]:
     """Tasks that measure each device's rates while all ranks work: medians, named with their SI units.
 
     `matrix_flops_per_s`: product of two square float32 matrices (a multiply-add counts 2); on CUDA also
-    `matrix_bfloat16_flops_per_s`. `memory_bytes_per_s`: a copy, which reads and writes each byte once.
+    `matrix_bfloat16_flops_per_s`, and what `host_measurements` has. `memory_bytes_per_s`: a copy, which reads and
+    writes each byte once.
     """
     on_gpu = on_accelerator(session.stopwatch.device)
     side, copied_bytes = (8192, 2**30) if on_gpu else (1024, 2**26)
@@ -133,6 +135,7 @@ def rate_tasks(session: Session) -> list[Task]:
     }
     if on_gpu:
         measured["matrix_bfloat16_flops_per_s"] = lambda stopwatch: _matrix_flops_per_s(side, torch.bfloat16, stopwatch)
+        measured |= host_measurements(session.identity.cluster)
 
     def entry(name: str, _: float) -> list[RateEntry]:
         session.stopwatch.doing = f"measuring {name}"

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from msgspec import UNSET, UnsetType
 
 from shardwright.io import BadInput
 from shardwright.key import LayerKey
@@ -72,7 +71,7 @@ from shardwright_search.cost_model.parameters import (
     slowest_parameters,
 )
 from shardwright_search.cost_model.parts_of_strategies import Parts, of_parameters, of_passes
-from shardwright_search.cost_model.profiles import Passes, Profiles
+from shardwright_search.cost_model.profiles import Passes, Profiles, host_rate
 from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.cost_model.topology import StageTopology, axis_group_kinds
 from shardwright_search.step.cached_method import cached_method
@@ -471,9 +470,9 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         return parameter_costs(*given, type_name, group, topology, states, single_microbatch, host)
 
     def _host_rate(self, node_type: str, name: str) -> float:
-        """Return a rate of a node type's host; BadInput if it is not given."""
-        rate: float | UnsetType = getattr(self.cluster.node_types[node_type], name)
-        if rate is UNSET:
+        """Return a rate of a node type's host as given, else as measured; BadInput if it is neither."""
+        kind = self.cluster.node_types[node_type]
+        if (rate := host_rate(kind, self.profiles_on(node_type), name)) is None:
             problem = f"node type {node_type} has no {name}, by which offload is priced"
             raise BadInput(f"cluster {self.cluster.name}", problem, "add it to the cluster file")
         return rate

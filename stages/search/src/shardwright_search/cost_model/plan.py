@@ -1,6 +1,6 @@
 """Predicted time and memory of any plan, from the same cost functions that the search uses."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import repeat
 from math import ceil
 from typing import NamedTuple
@@ -109,18 +109,30 @@ def evaluate(plan: Plan, profiles: Profiles, costs: CostModel | None = None, tim
         timeline=_timeline(simulation),
     )
     priced = {warning for each in ranges for warning in each.warnings}
-    if any(layer.offloads_optimizer and not layer.updates_on_host for layer in plan.layers):
-        priced.add(
-            "assumed: offloaded states are copied at host_bytes_per_s, on GPUs beside their layer's forward pass"
-        )
-    if any(layer.updates_on_host for layer in plan.layers):
-        priced.add("assumed: the host updates at host_updates_per_s, its copies overlapped with nothing")
-    if any(layer.offloads_activations for layer in plan.layers):
-        priced.add("assumed: offloaded activations are copied at host_bytes_per_s, on GPUs beside their layer's passes")
+    priced |= set(_offload_lines(plan))
     if more and not timeline:
         priced.add(f"{more} of {plan.num_microbatches} microbatches were taken to pass as those before; no timeline")
     warnings, used = (*provenance_warnings(plan, profiles), *sorted(priced)), profiles.used(plan.cluster)
     return Evaluation(estimate, objective_ps, warnings, used[0].reference_s if len(used) == 1 else 0.0)
+
+
+def _offload_lines(plan: Plan) -> Iterator[str]:
+    """Yield what is assumed of copies between devices and hosts, and whose rates they are."""
+
+    def rate(name: str) -> str:
+        given = {getattr(kind, name) is not UNSET for kind in plan.cluster.node_types.values()}
+        whose = {True: "the cluster's", False: "the measured"}
+        return f"{' or '.join(whose[each] for each in sorted(given, reverse=True))} {name}"
+
+    if any(layer.offloads_optimizer and not layer.updates_on_host for layer in plan.layers):
+        copied = f"offloaded states are copied at {rate('host_bytes_per_s')}"
+        yield f"assumed: {copied}, on GPUs overlapped with their layer's forward pass"
+    if any(layer.updates_on_host for layer in plan.layers):
+        rates = f"{rate('host_updates_per_s')}, its copies at {rate('host_bytes_per_s')}"
+        yield f"assumed: the host updates at {rates}, overlapped with nothing"
+    if any(layer.offloads_activations for layer in plan.layers):
+        copied = f"offloaded activations are copied at {rate('host_bytes_per_s')}"
+        yield f"assumed: {copied}, on GPUs beside their layer's passes"
 
 
 def _closed_form_ps(plan: Plan, stages: Sequence[StageCosts]) -> int:

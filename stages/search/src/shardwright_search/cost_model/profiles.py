@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, get_args
 
 import msgspec
 import numpy as np
+from msgspec import UNSET, UnsetType
 from numpy.typing import ArrayLike, NDArray
 
 from shardwright.devices.table import shipped_devices
@@ -20,7 +21,7 @@ from shardwright.estimate.runtimes import RUNTIMES, Runtime, RuntimeName
 from shardwright.io import BadInput
 from shardwright.io.table import Row, Source, columns_of
 from shardwright.key import ExpertKey, HostKey, LayerKey, rows_by_key
-from shardwright.types import Attention, Cluster, DType, Model, Precision, profiled_as
+from shardwright.types import Attention, Cluster, DType, Model, NodeType, Precision, profiled_as
 from shardwright.types.hardware_profile import HardwareProfile, read_hardware_profile
 from shardwright.types.model_profile import (
     ContextRow,
@@ -140,6 +141,12 @@ class Profiles(NamedTuple):
         """Return the points whose keys differ from a key only in sequence_length."""
         alike = key.without("sequence_length")
         return {other: points for other, points in self.layers.items() if other.without("sequence_length") == alike}
+
+
+def host_rate(node_type: NodeType, profiles: Profiles, name: str) -> float | None:
+    """Return a rate of a node type's host as the cluster gives it, else as it was measured."""
+    given: float | UnsetType = getattr(node_type, name)
+    return profiles.hardware.host_rate(name) if given is UNSET else given
 
 
 def together(per_device: Sequence[Profiles]) -> Profiles:

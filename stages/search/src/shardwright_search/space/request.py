@@ -179,8 +179,8 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
     recompute: Annotated[tuple[Recompute, ...], Meta(min_length=1)] = (Recompute.NONE, Recompute.FULL)
     """Kinds of activation recomputation."""
     offload: Annotated[tuple[Offload, ...], Meta(min_length=1)] = (Offload.NONE,)
-    """States that a layer may keep in host memory; the cluster's node types need `host_memory_gib` and
-    `host_bytes_per_s`."""
+    """States that a layer may keep in host memory; the cluster's node types need `host_memory_gib`, and
+    `host_bytes_per_s` unless it was measured."""
     embedding: OuterSpace = OuterSpace()
     """Strategies of the embedding."""
     head: OuterSpace = OuterSpace()

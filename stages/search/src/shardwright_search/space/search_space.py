@@ -15,7 +15,7 @@ from shardwright.optimizers.registry import OPTIMIZERS
 from shardwright.plan.offload import can_offload
 from shardwright.types import Cluster, LayerStrategy, Model, Offload, Strategy
 from shardwright_search.cost_model.layer import CostModel
-from shardwright_search.cost_model.profiles import Profiles, check_profiles
+from shardwright_search.cost_model.profiles import Profiles, check_profiles, host_rate
 from shardwright_search.cost_model.tied_weights import has_shared
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.min_memory import plain_plan
@@ -287,7 +287,7 @@ def space_of(
     if len(request.optimizers) > 1:
         raise BadInput(file, f"optimizer: {', '.join(request.optimizers)} are several", "name one here")
     check_profiles(profiles, model, cluster, request.precision, request.attention, request.compile)
-    _check_offload(request, cluster, file)
+    _check_offload(request, cluster, profiles, file)
     request = with_spare(request, cluster, profiles)
     sizes = budgets_of(request, cluster, file)
     profiled = set.intersection(*({key.tp_size for key in each.layers} for each in profiles.used(cluster)))
@@ -313,7 +313,7 @@ def space_of(
     return SearchSpace(Instance.made(request, costs, budgets), file, demands)
 
 
-def _check_offload(request: SearchRequest, cluster: Cluster, file: Path) -> None:
+def _check_offload(request: SearchRequest, cluster: Cluster, profiles: Profiles, file: Path) -> None:
     """Raise BadInput if layers may offload what an optimizer or a node type does not let them."""
     if not request.offloads:
         return
@@ -321,9 +321,12 @@ def _check_offload(request: SearchRequest, cluster: Cluster, file: Path) -> None
         problem = f"offload: {request.optimizers[0]} updates whole matrices, of all layers at once"
         raise BadInput(file, problem, "leave out offload, or take another optimizer")
     for name in dict.fromkeys(cluster.node_type_of_rank):
-        updates = ("host_updates_per_s",) if Offload.UPDATE in request.offload else ()
-        for field in ("host_memory_gib", "host_bytes_per_s", *updates):
-            if getattr(cluster.node_types[name], field) is UNSET:
+        kind, updates = cluster.node_types[name], ("host_updates_per_s",) if Offload.UPDATE in request.offload else ()
+        there = {"host_memory_gib": kind.host_memory_gib is not UNSET}
+        for rate in ("host_bytes_per_s", *updates):
+            there[rate] = host_rate(kind, profiles.of_device(kind.device), rate) is not None
+        for field, known in there.items():
+            if not known:
                 problem = f"offload: node type {name} of cluster {cluster.name} has no {field}"
                 raise BadInput(file, problem, "add it to the cluster file")
 
