@@ -45,6 +45,7 @@ from shardwright_search.cost_model.plan import evaluate
 from shardwright_train.commands.ranks import check_host_memory
 from shardwright_train.dry_run import check_roles, simulate_step
 from shardwright_train.engine.host import CountedHost
+from shardwright_train.engine.late_updates import LateUpdates
 from shardwright_train.engine.learning_rate import ANY
 from shardwright_train.engine.optimizer import ShardedOptimizer
 from shardwright_train.models.base import family_named
@@ -136,6 +137,56 @@ def test_updates_start_before_the_layer_before_computes_and_come_before_their_ow
     seen: dict[str, list[Seen]],
 ) -> None:
     assert {name: [each.late for each in ranks] for name, ranks in seen.items()} == {name: [0, 0] for name in seen}
+
+
+class _Noted:
+    """Updates that only note what becomes of them."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def start_updates(self, layer: str) -> None:
+        self.events.append(f"start {layer}")
+
+    def finish_updates(self, layer: str) -> None:
+        self.events.append(f"finish {layer}")
+
+    def end_updates(self) -> None:
+        self.events.append("end")
+
+    def since(self) -> list[str]:
+        events, self.events = self.events, []
+        return events
+
+
+def test_updates_of_layers_that_are_gathered_ahead_come_before_the_layer_before() -> None:
+    late, noted = LateUpdates(("a", "b", "c", "d"), {"c"}), _Noted()
+    late.wait_for_use(noted, {"d", "c", "b"})
+    assert noted.since() == ["start b"]
+    late.before("a")
+    assert noted.since() == []
+    late.before("b")
+    assert noted.since() == ["finish b", "start c", "finish c", "start d"]
+    late.before("c")
+    late.after_forward()
+    assert noted.since() == []
+    late.before("d")
+    assert noted.since() == ["finish d"]
+    late.before("a")
+    assert noted.since() == ["end"]
+    late.before("b")
+    assert noted.since() == []
+
+
+def test_updates_that_wait_are_finished_in_order_when_something_reads_all() -> None:
+    late, noted = LateUpdates(("a", "b", "c")), _Noted()
+    late.flush()
+    late.wait_for_use(noted, ("a", "b", "c"))
+    late.before("a")
+    late.flush()
+    assert noted.since() == ["start a", "finish a", "start b", "finish b", "start c", "finish c", "end"]
+    late.flush()
+    assert noted.since() == []
 
 
 def test_plans_with_offload_train_as_one_process_does(compare: Callable[..., Errors]) -> None:
