@@ -38,7 +38,7 @@ def compute_in_the_inputs_format() -> None:
     modeling_llama4.Llama4TextL2Norm.forward = lambda self, x: self._norm(x)
     modeling_llama4.Llama4Router.forward = _chosen_by_sigmoid
     modeling_llama4.apply_rotary_emb = _turned_heads_last
-    for norm in (DeepseekV2RMSNorm, DeepseekV3RMSNorm):
+    for norm in (DeepseekV2RMSNorm, DeepseekV3RMSNorm, modeling_llama.LlamaRMSNorm):
         norm.forward = _divided_by_root  # type: ignore[assignment]
     modeling_deepseek_v2.apply_rotary_emb = _turned_by  # type: ignore[assignment]
 

@@ -8,7 +8,6 @@ from msgspec import UNSET
 
 from shardwright.io import BadInput
 from shardwright.models.context import WITHOUT_FLASH, plan_obstacle
-from shardwright.models.mtp import mtp_layers
 from shardwright.models.registry import FAMILIES
 from shardwright.plan.axes import axes_of
 from shardwright.plan.offload import check_offload
@@ -29,9 +28,6 @@ def check_supported(plan: Plan, file: object) -> None:
     further = ("loss_chunks", "layers.offload", *(["optimizer"] if plan.optimizer in OPTIMIZERS_RUN else []))
     check_fields(plan, file, "the runtime", further)
     check_offload(plan, file)
-    if mtp_layers(plan.model.layers):
-        problem = "layers that predict further tokens (mtp) are estimated, not trained"
-        raise BadInput(file, problem, "plan without --mtp, or export the plan to megatron")
     for problem, remedy in _beyond(plan):
         raise BadInput(file, problem, remedy)
     if plan.model.is_traced:
