@@ -24,12 +24,17 @@ NORMS = ("enorm", "hnorm", "shared_head.norm")
 """Its norms of the tokens' embeddings, of the states before it, and of its block's states."""
 PROJECTION = "eh_proj"
 """Its matrix of twice as many inputs: the embeddings first."""
-MAX_DEPTHS = 8
+DEPTHS_KEY = "num_nextn_predict_layers"
+"""The key of a config.json with the number of these layers, which come after its num_hidden_layers."""
 
 
 def mtp_type(last: str, depth: int) -> str:
     """Return the name of the type of the layer of a depth, in a model whose last layer has the type `last`."""
     return f"{last}{MTP}{depth if depth > 1 else ''}"
+
+
+MTP_TYPES = tuple(mtp_type("", depth) for depth in range(1, 9))
+"""The ends of the names of the types of all depths that `--mtp` takes."""
 
 
 def mtp_depth(name: str) -> int:

@@ -8,6 +8,7 @@ from msgspec import UNSET
 
 from shardwright.io import BadInput
 from shardwright.models.context import WITHOUT_FLASH, plan_obstacle
+from shardwright.models.mtp import mtp_layers
 from shardwright.models.registry import FAMILIES
 from shardwright.plan.axes import axes_of
 from shardwright.plan.offload import check_offload
@@ -117,12 +118,23 @@ def _beyond(plan: Plan) -> Iterator[tuple[str, str]]:
             "compile: blocks with experts cannot be compiled, because the host reads how many rows each expert has",
             "leave it out",
         )
+    if mtp_layers(plan.model.layers):
+        yield from _beyond_mtp(plan)
     if (shared := plan_obstacle(plan)) is not None:
         yield shared
     if plan.loss_chunks and "cross_entropy" in plan.fused:
         yield "loss_chunks: the fused cross_entropy has all logits at once", "leave one of them out"
     if plan.fused and (obstacle := _fused_obstacle(plan)) is not None:
         yield f"fused {obstacle}", "leave it out"
+
+
+def _beyond_mtp(plan: Plan) -> Iterator[tuple[str, str]]:
+    if plan.compile:
+        yield "compile: layers that predict further tokens (mtp) are not compiled", "leave it out"
+    facts = FAMILIES.get(plan.model.family)
+    if facts is not None and facts.attention.positions != "rope":
+        problem = f"layers that predict further tokens (mtp) need rotary positions, which {plan.model.family} has not"
+        yield problem, "plan without --mtp, or export the plan to megatron"
 
 
 def _fused_obstacle(plan: Plan) -> str | None:
