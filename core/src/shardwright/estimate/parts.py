@@ -444,6 +444,8 @@ def _logits(model: Model, kind: LayerType) -> Part:
     weights = sum(p.numel(1) for p in kind.parameters if len(p.shape) > 1)
     positions = kind.labels or tensor.sequence_length
     logits = weights // tensor.features * positions
+    # Of further tokens one loss is computed after the other.
+    at_once = logits // (1 + mtp_layers(model.layers))
     return Part(
         name="logits",
         flops=float(kind.forward_flops_per_sample),
@@ -454,8 +456,8 @@ def _logits(model: Model, kind: LayerType) -> Part:
         passing_bytes=_FLOAT32_BYTES * logits,
         outside=positions * tensor.features,
         result=positions * tensor.features,
-        widest_bytes=_FLOAT32_BYTES * min(logits, LOSS_ELEMENTS),
-        kernels=_KERNELS["logits"],
+        widest_bytes=_FLOAT32_BYTES * min(at_once, LOSS_ELEMENTS),
+        kernels=_KERNELS["logits"] * (1 + mtp_layers(model.layers)),
     )
 
 

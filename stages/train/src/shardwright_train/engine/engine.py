@@ -45,7 +45,8 @@ class Engine:
         given = parameters, self.settings, replicas, self.updates, names, biases
         held, offloads = held_matrices(self.stage), (Offload.OPTIMIZER, Offload.BOTH, Offload.UPDATE)
         offloaded, on_host = (offloaded_parameters(self.stage, kinds) for kinds in (offloads, (Offload.UPDATE,)))
-        return ShardedOptimizer(*given, context.plan.optimizer, context.groups, held, offloaded, on_host, context.depths)
+        rest = context.plan.optimizer, context.groups, held, offloaded, on_host, context.depths
+        return ShardedOptimizer(*given, *rest)
 
     def forward_backward(self, step: Step, hook: StepHook = no_hook) -> Tensor:
         """Run forward and backward of a global batch; see `run_step`."""

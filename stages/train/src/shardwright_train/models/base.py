@@ -299,10 +299,11 @@ class Family:
     def hugging_face_name(self, model: Model, layer: str, parameter: str) -> str:
         """Return the stock model's name of a parameter, or of the parameter that it replicates."""
         kind, _ = self._place(model, layer)
-        if depth_of(model, layer) and (name := self.full_name(model, layer, parameter)) in (found := self.copies(model)):
-            return found[name]
+        name = self.full_name(model, layer, parameter)
+        if depth_of(model, layer):
+            return self.copies(model).get(name, name)
         shared = self.shared.get(parameter) if kind in self.parts else None
-        return self.full_name(model, layer, parameter) if shared is None else shared.format(kind=kind)
+        return name if shared is None else shared.format(kind=kind)
 
     def copies(self, model: Model) -> dict[str, str]:
         """Return the copies that blocks have of parameters of embedding and head, by their full names.

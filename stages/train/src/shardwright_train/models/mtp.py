@@ -98,4 +98,3 @@ def call_depth(
     if isinstance(output, WithLoss):
         return output._replace(states=(*states, *output.states))
     return *states, *output
-
