@@ -80,16 +80,15 @@ def _apart(model: Model) -> Plan:
     plan = random_plan(model, 0, 2, stages=2)
     layers = tuple(LayerStrategy(type=kind, tp_size=1, dp_size=1, recompute=Recompute.FULL) for kind in model.layers)
     cut = len(layers) - 1
-    stages = tuple(
-        replace(s, layers=(each,)) for s, each in zip(plan.stages, ((0, cut), (cut, len(layers))), strict=True)
-    )
+    ranges = (0, cut), (cut, len(layers))
+    stages = tuple(replace(stage, layers=(each,)) for stage, each in zip(plan.stages, ranges, strict=True))
     one = Strategy(tp_size=1, dp_size=1)
     plan = replace(plan, stages=stages, layers=layers, embedding=one, head=one, num_microbatches=4)
     return replace(plan, name="cut before the further layer", schedule=Schedule.ONE_F_ONE_B)
 
 
 def _on_two() -> list[Plan]:
-    """Experts that ranks share out, Megatron's sequence parallelism, every kind of ZeRO; pipelines; documents; splits."""
+    """Experts that ranks share out, sequence parallelism, every kind of ZeRO, pipelines, documents, split passes."""
     drawn = [with_shared_experts(random_plan(V3, n, 2, stages=1), n) for n in (120, 121)]
     drawn += [random_plan(V3, 1, 2), random_plan(DENSE, 2, 2), random_plan(TIED, 3, 2), _apart(V3)]
     packed = _named(with_context(random_plan(DENSE, 7, 2, stages=1), 7), "packed completions")
@@ -129,8 +128,9 @@ def test_plans_on_four_ranks_train_exactly_as_one_process(compare: Compare) -> N
     assert {name: errors for name, errors in found.items() if max(errors.values()) > TOLERANCE} == {}
 
 
+@pytest.mark.timeout(600)
 def test_messages_of_a_step_are_counted_as_they_are_sent() -> None:
-    for plan in (random_plan(DENSE, 0, 4), with_shared_experts(random_plan(V3, 121, 2, stages=1), 121)):
+    for plan in (random_plan(TIED, 0, 2), with_shared_experts(random_plan(V3, 121, 2, stages=1), 121)):
         checks = check_roles(plan, family_named(plan.model.family, "test"), "sdpa", lambda *_: None)
         assert [check.miscounted for check in checks if check.miscounted] == []
 
@@ -268,6 +268,6 @@ def test_what_cannot_run_them_says_so() -> None:
         with pytest.raises(BadInput, match=words):
             check_supported(random_plan(model, 0, 1), "plan.json")
     for family in ("t5", "bert", "llava"):
-        with pytest.raises(BadInput, match="--mtp: .* is not a causal language model that is trained whole"):
+        with pytest.raises(BadInput, match=r"--mtp: .* is not a causal language model that is trained whole"):
             predicting(family)
     check_supported(random_plan(V3, 0, 1), "plan.json")

@@ -168,7 +168,8 @@ def test_a_layer_that_predicts_a_further_token_is_priced_where_it_is(pp_size, wo
     )
     more = question.model.parameter_count - plain.model.parameter_count
     layer = sum(prod(p.shape) for p in plain.model.types["sparse"].parameters if not p.is_buffer)
-    assert more == layer + 129280 * 7168 + 2 * 7168**2 + 3 * 7168
+    # Its copies of the token table and of the last norm are no parameters of their own.
+    assert more == layer + 2 * 7168**2 + 3 * 7168
     terms = [sum(sum(s.time_terms_s[t] for t in ("forward", "backward")) for s in e.stages) for e in (took, less)]
     assert 1.01 < terms[0] / terms[1] < 1.06
 

@@ -40,8 +40,8 @@ class DescribeOptions(Options, frozen=True, kw_only=True):
     """A family, such as llama or mixtral, whose model is described in place of one of an unknown type: it has the
     same width, layers, heads and experts, and is another model."""
     mtp: Annotated[int, Meta(ge=0, le=8)] = 0
-    """Layers that predict further tokens, as DeepSeek-V3's: its num_nextn_predict_layers is 1. 0: none, whatever
-    config.json has."""
+    """Layers that predict further tokens, as DeepSeek-V3's: its num_nextn_predict_layers is 1; if left out none, which
+    is said if config.json has some."""
     frozen: tuple[_Text, ...] = ()
     """Part that is not trained: embedding, head, layers, layers[2] or layers[0:8], and after a dot which parameters,
     as in layers.mlp.*; it has no gradients and no optimizer state. May be repeated."""

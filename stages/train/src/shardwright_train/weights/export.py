@@ -189,13 +189,23 @@ def _write_tensors(folder: Path, checkpoint: Path, parameters: Sequence[_Exporte
             if one.place
             for name, shape in one.saved_shapes.items()
         }
-        read_tensors(checkpoint, {name: window for each in (*windows, wholes) for name, window in each.items()})
+        _read(checkpoint, (*windows, wholes))
         tensors |= {one.name: wholes[next(iter(one.saved_shapes))][one.place] for one in part if one.place}
         save_file(tensors, folder / file, {"format": "pt"})
         shutil.copymode(folder / CONFIG, folder / file)  # safetensors leaves it to its owner alone
         sync_path(folder / file)
     if split.is_sharded:
         _write_json(folder / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
+
+
+def _read(checkpoint: Path, windows: Sequence[Mapping[str, Tensor]]) -> None:
+    """Fill windows, by the names of the checkpoint's tensors, from which several may be filled."""
+    first: dict[str, Tensor] = {}
+    pairs = [(first.setdefault(name, window), window) for each in windows for name, window in each.items()]
+    read_tensors(checkpoint, first)
+    for filled, window in pairs:
+        if filled is not window:
+            window.copy_(filled)
 
 
 def _config(model: Model, family: Family, copy_from: Path | None, dtype: torch.dtype) -> dict[str, Any]:
