@@ -75,8 +75,8 @@ def make_probes(models: Sequence[Model], cluster: Cluster, node_type: str, setti
     """
     model = models[0]
     if mtp_layers(model.layers):
-        problem = "layers that predict further tokens (mtp) are not measured"
-        raise BadInput(f"model {model.name}", problem, "estimate it: shardwright advise --mtp")
+        further = "layers that predict further tokens (mtp) are not measured"
+        raise BadInput(f"model {model.name}", further, "estimate it: shardwright advise --mtp")
     _check_lengths(models, settings)
     node = _node_of(cluster, node_type)
     fitting: list[Strategy] = []
