@@ -393,7 +393,7 @@ def _cached_skeleton(
     for number, kind in enumerate(layers):
         if depth := mtp_depth(kind):
             block = stock.get_submodule(family.parts[base_type(kind)].place(family.index(layers, number)))
-            add_modules(block, *(stock.get_submodule(path) for path in (family.embedding[0], family.head[0])), depth)
+            add_modules(block, stock.get_submodule(family.embedding[0]), stock.get_submodule(family.head[0]), depth)
     return stock
 
 

@@ -60,15 +60,16 @@ def add_modules(block: nn.Module, table: nn.Embedding, norm: nn.Module, depth: i
         if owner and not hasattr(block, owner):
             block.add_module(owner, nn.Module())
         block.get_submodule(owner).add_module(name, copy.deepcopy(norm))
-    width, like = table.embedding_dim, {"device": table.weight.device, "dtype": table.weight.dtype}
-    block.add_module(PROJECTION, nn.Linear(2 * width, width, bias=False, **like))
+    width, weight = table.embedding_dim, table.weight
+    product = nn.Linear(2 * width, width, bias=False, device=weight.device, dtype=weight.dtype)
+    block.add_module(PROJECTION, product)
     block.add_module(TABLE, plain_table(table))
 
 
 def plain_table(table: nn.Embedding) -> nn.Embedding:
     """Return a table without weights like a stock one, which may scale its rows."""
-    like = {"device": table.weight.device, "dtype": table.weight.dtype}
-    return nn.Embedding(*table.weight.shape, table.padding_idx, **like)
+    (rows, features), weight = table.weight.shape, table.weight
+    return nn.Embedding(rows, features, table.padding_idx, device=weight.device, dtype=weight.dtype)
 
 
 def join_modules(block: nn.Module, scaled: Callable[[Tensor], Tensor]) -> None:
