@@ -297,7 +297,7 @@ class _Passes:
             self.losses_of_head += mean.detach()
             return mean
         first, *further = (x / max(1, n) for x, n in zip(sums, (self.step.counted, *self.step.further), strict=True))
-        loss = first + sum(further) * (self.step.mtp_factor / len(further))
+        loss: Tensor = first + sum(further) * (self.step.mtp_factor / len(further))
         self.losses_of_head += torch.stack([loss, *further]).detach()
         return loss
 
