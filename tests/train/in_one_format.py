@@ -17,6 +17,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama import modeling_llama
 from transformers.models.llama4 import modeling_llama4
+from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
 from transformers.models.modernbert import modeling_modernbert
 
 __all__ = ["compute_in_the_inputs_format"]
@@ -38,7 +39,7 @@ def compute_in_the_inputs_format() -> None:
     modeling_llama4.Llama4TextL2Norm.forward = lambda self, x: self._norm(x)
     modeling_llama4.Llama4Router.forward = _chosen_by_sigmoid
     modeling_llama4.apply_rotary_emb = _turned_heads_last
-    for norm in (DeepseekV2RMSNorm, DeepseekV3RMSNorm):
+    for norm in (DeepseekV2RMSNorm, DeepseekV3RMSNorm, modeling_llama.LlamaRMSNorm, MixtralRMSNorm):
         norm.forward = _divided_by_root  # type: ignore[assignment]
     modeling_deepseek_v2.apply_rotary_emb = _turned_by  # type: ignore[assignment]
 

@@ -21,6 +21,7 @@ from file_forms import as_in_runtime
 from frozen_models import adapted, frozen_names
 from in_one_format import compute_in_the_inputs_format
 from msgspec import UNSET
+from mtp_reference import mtp_losses
 from skewed_routing import begin_with, check_skewed, skew_of, skew_routing
 from stock_experts import correct_biases, shares_of
 from stock_optimizers import Matrices, stock_optimizer
@@ -36,6 +37,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import fixed_cross_entropy
 
 from shardwright.io import read_document
+from shardwright.models.mtp import mtp_layers
 from shardwright.optimizers.matrices import matrix_dims
 from shardwright.plan.expert_load import expert_slices
 from shardwright.plan.layout import parameter_box
@@ -55,7 +57,7 @@ from shardwright_train.parallel.tied_weights import TiedParameters
 from shardwright_train.parallel.vocab import IGNORED
 from shardwright_train.parallel.world import World, joined_world
 from shardwright_train.pipeline import runner
-from shardwright_train.pipeline.runner import Step
+from shardwright_train.pipeline.runner import MTP_FACTOR, Step
 from shardwright_train.pipeline.stage import Stage
 from shardwright_train.torch_private import compiled
 from shardwright_train.weights.adapter import from_file
@@ -119,6 +121,7 @@ class Reference:
         self.auxiliary: list[float] = []
         self.shares: list[list[float]] = []
         self.norms: list[float] = []
+        self.further: list[list[float]] = []
         self._train(plan, initial_stock(model))
 
     def _train(self, plan: Plan, stock: nn.Module) -> None:
@@ -150,7 +153,9 @@ class Reference:
             if skew is not None:
                 check_skewed(stock, skew)
             entropy = fixed_cross_entropy(logits.flatten(0, -2), batch["labels"].flatten())
-            loss = entropy + auxiliary_of(stock) / plan.global_batch_size
+            further = mtp_losses(stock, batch) if mtp_layers(plan.model.layers) else []
+            auxiliary = auxiliary_of(stock) / plan.global_batch_size
+            loss = entropy + auxiliary + MTP_FACTOR * sum(further) / max(1, len(further))
             stock_update.zero_grad()
             loss.backward()
             if step == 1:
@@ -162,7 +167,8 @@ class Reference:
             if plan.model.low_rank is UNSET:
                 correct_biases(stock, settings.router_bias_update_rate)
             self.losses.append(loss.item())
-            self.auxiliary.append((loss - entropy).item())
+            self.auxiliary.append(auxiliary.item())
+            self.further.append([each.item() for each in further])
             self.shares.append(shares_of(stock))
         # Behind low-rank matrices peft holds what was there.
         buffers = {name.replace(".base_layer", ""): x for name, x in stock.named_buffers()}
@@ -257,6 +263,8 @@ def compare(
         loss_error = max(loss_error, abs(auxiliary - reference.auxiliary[step - 1]))
         loads = zip(shares_in(plan, outcome.assignments), reference.shares[step - 1], strict=True)
         load_error = max(load_error, *(abs(one - other) for one, other in loads), 0.0)
+        depths = zip(outcome.mtp_losses, reference.further[step - 1], strict=True)
+        loss_error = max(loss_error, *(abs(one - other) for one, other in depths), 0.0)
         norm = reference.norms[step - 1]
         norm_error = max(norm_error, abs(outcome.grad_norm - norm) / max(1.0, norm))
     engine.late.flush()

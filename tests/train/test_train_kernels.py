@@ -150,16 +150,17 @@ def test_a_plan_in_fp8_is_estimated_and_not_run(command: tuple[str, ...], tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 
 
-def test_layers_that_predict_further_tokens_are_estimated_and_not_run(tmp_path: Path) -> None:
+def test_layers_that_predict_further_tokens_are_not_compiled(tmp_path: Path) -> None:
     plan = planned(device="cpu")
     model = with_mtp(plan.model, 1)
     further = msgspec.structs.replace(plan.layers[-1], type=model.layers[-1])
-    layers, stage = len(model.layers), msgspec.structs.replace(plan.stages[0], layers=((0, len(model.layers)),))
-    assert layers == len(plan.layers) + 1 and len(plan.stages) == 1
-    plan = msgspec.structs.replace(plan, model=model, layers=(*plan.layers, further), stages=(stage,))
+    stage = msgspec.structs.replace(plan.stages[0], layers=((0, len(model.layers)),))
+    assert len(model.layers) == len(plan.layers) + 1 and len(plan.stages) == 1
+    layers = (*plan.layers, further)
+    plan = msgspec.structs.replace(plan, model=model, layers=layers, stages=(stage,), compile=True)
     write_document(tmp_path / "plan.json", plan)
     ended = call(APP, "check", str(tmp_path / "plan.json"))
-    said = "layers that predict further tokens (mtp) are estimated, not trained: plan without --mtp"
+    said = "compile: layers that predict further tokens (mtp) are not compiled: leave it out"
     assert (ended.exit_code, ended.stderr.count("\n")) == (2, 1)
     assert ended.stderr.startswith(f"error: {tmp_path / 'plan.json'}: {said}")
 

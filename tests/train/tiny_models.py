@@ -7,12 +7,14 @@ import torch
 import torch.distributed as dist
 from baichuan_reference import BaichuanConfig, BaichuanForCausalLM
 from file_forms import as_in_files
+from mtp_reference import with_mtp_modules
 from stock_experts import with_balance
 from tiny_decoders import DECODERS, GROUPED, LAYERS
 from tiny_multi_modal import MULTI_MODAL, logits_of_images
 from torch import Tensor, nn
 from transformers import T5ForConditionalGeneration
 
+from shardwright.models.mtp import mtp_layers
 from shardwright.types import Model, Plan
 from shardwright_train.data.share import Batch
 from shardwright_train.engine.engine import Engine, build_engine
@@ -231,7 +233,7 @@ def stock_model(model: Model, attention: str | None = None) -> nn.Module:
     # Stock gpt-oss has sinks in the eager kernel alone.
     config._attn_implementation = "eager" if family.facts.attention.sinks else attention or family.plain_kernel
     stock: nn.Module = family.stock(config)
-    return with_balance(stock)
+    return with_balance(with_mtp_modules(stock, model) if mtp_layers(model.layers) else stock)
 
 
 def named_parameters(stock: nn.Module, model: Model) -> dict[str, nn.Parameter]:

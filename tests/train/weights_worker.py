@@ -37,7 +37,7 @@ class Loaded(Reference):
         # Stock gpt-oss has sinks in the eager kernel alone.
         kernel = "eager" if family.facts.attention.sinks else family.plain_kernel
         stock: nn.Module = stock_class.from_pretrained(folder, dtype=torch.float64, attn_implementation=kernel)
-        self.losses, self.auxiliary, self.shares, self.norms = [], [], [], []
+        self.losses, self.auxiliary, self.shares, self.norms, self.further = [], [], [], [], []
         self._train(plan, with_balance(stock.train()))
 
 

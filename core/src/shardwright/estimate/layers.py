@@ -445,7 +445,8 @@ def _products_s(part: Part, share: _Share, machine: Machine) -> float:
     kept = share.kept_bytes(part) + share.passing_bytes(part)
     weights, inside = (1.0, share.entering) if part.undivided else (share.weights, share.inside)
     product_bytes = part.weights * share.itemsize * weights + kept if part.weights else 0.0
-    operations = (part.flops * inside + part.whole_flops * share.entering) * share.samples + part.tile_flops * weights
+    multiplied = part.flops * inside + part.whole_flops * share.entering + part.outside_flops * share.outside
+    operations = multiplied * share.samples + part.tile_flops * weights
     return max(operations / machine.flops_per_s, product_bytes / machine.memory_bytes_per_s)
 
 

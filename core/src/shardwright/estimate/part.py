@@ -15,6 +15,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """Operations of matrix products."""
     whole_flops: float = 0.0
     """Operations that every tensor-parallel rank repeats, of matrices that are not sharded."""
+    outside_flops: float = 0.0
+    """Operations of products with whole matrices outside the region, at the positions that a rank has there."""
     attention_flops: float = 0.0
     """Operations of scores and of the weighted sum of values, masked ones included."""
     causal: bool = False
@@ -111,6 +113,6 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
     def scaled(self, share: float) -> "Part":
         """Return the part with its operations multiplied by a factor."""
-        names = ("flops", "whole_flops", "latent_flops", "attention_flops", "left_out", "tile_flops")
+        names = ("flops", "whole_flops", "outside_flops", "latent_flops", "attention_flops", "left_out", "tile_flops")
         operations: dict[str, float] = {name: getattr(self, name) for name in names}
         return msgspec.structs.replace(self, **{name: value * share for name, value in operations.items()})

@@ -18,6 +18,7 @@ from shardwright.estimate.shapes import attended_positions, attention_shape, str
 from shardwright.io import BadInput
 from shardwright.models.facts import Family
 from shardwright.models.low_rank import LOW_RANK_KERNELS
+from shardwright.models.mtp import mtp_depth, mtp_layers
 from shardwright.models.registry import facts_of, facts_of_type
 from shardwright.models.traits import MULTIPLIED, SINK_FEATURES, Mask
 from shardwright.plan.communication import LOSS_ELEMENTS
@@ -29,6 +30,8 @@ _KERNELS = {"attention": 20, "mlp": 15, "lookup": 5, "logits": 15, "merge": 5, "
 """Kernels of one forward pass of a part, about the number that an unfused Hugging Face model launches."""
 _COMPILED_KERNELS = _KERNELS | {"attention": 8, "mlp": 5}
 """Kernels of a part of a compiled block: products and attention, and one kernel for what lies between two of them."""
+_NORM_KERNELS = 7
+"""Kernels of a norm of single operators."""
 _FLOAT32_BYTES = 4
 _NORM_KEEPS = {
     "LayerNorm": (1, 0),
@@ -90,13 +93,17 @@ def _parts(model: Model, type_name: str, fused: bool) -> tuple[Part, ...]:
         return (_traced_head(model, kind, kind.traced) if type_name == HEAD else _traced_part(kind, kind.traced),)
     if type_name == HEAD:
         facts = facts_of(model)
-        return (_as_trained(_with_norms(facts, _logits(model, kind), 1, fused), kind, model, facts, fused),)
+        logits = _logits(model, kind)
+        # Layers that predict further tokens norm their states themselves.
+        normed = logits.result // len(model.received_by(HEAD)) if mtp_layers(model.layers) else logits.result
+        return (_as_trained(_with_norms(facts, logits, 1, fused, normed), kind, model, facts, fused),)
     if (base := base_type(type_name)) in (facts := facts_of(model)).merging:
         part = _join(model, type_name) if base == facts.joined_by else _merge(kind)
         return (_as_trained(part, kind, model, facts, fused),)
     regions: Sequence[Region] = kind.regions or (Region(name="mlp", leaves=model.boundary[0].name),)
-    made = [_block_part(model, type_name, region, fused) for region in regions]
     facts, _ = facts_of_type(model, type_name)
+    before = [_mtp_part(model, type_name, facts, fused) for region in regions if region.name == "lookup"]
+    made = [_block_part(model, type_name, region, fused) for region in regions[len(before) :]]
     parts = [
         _as_trained(_with_norms(facts, part, facts.norm.of_part, fused), kind, model, facts, fused, region)
         for region, part in enumerate(made)
@@ -106,8 +113,9 @@ def _parts(model: Model, type_name: str, fused: bool) -> tuple[Part, ...]:
         parts[1:] = [msgspec.structs.replace(part, outside=0, outside_bytes=0) for part in parts[1:]]
     if kind.experts is not UNSET:
         parts += _experts(model, kind, parts)
+    parts = before + parts
     # The description's count of operations holds; the shapes only say how it is shared out.
-    counted = sum(part.flops + part.whole_flops + part.attention_flops for part in parts)
+    counted = sum(part.flops + part.whole_flops + part.outside_flops + part.attention_flops for part in parts)
     share = kind.forward_flops_per_sample / counted if counted else 0.0
     return tuple(part.scaled(share) for part in parts)
 
@@ -182,7 +190,7 @@ def _experts(model: Model, kind: LayerType, parts: list[Part]) -> list[Part]:
 
 def block_kernels(kind: LayerType) -> int:
     """Return the approximate number of kernels in a block's forward pass."""
-    names = ("mlp" if region.attention is None else "attention" for region in kind.regions)
+    names = (region.name for region in kind.regions)
     more = ROUTER_KERNELS + PRODUCT_KERNELS if kind.experts is not UNSET else 0
     return (sum(_KERNELS[name] for name in names) or _KERNELS["mlp"]) + more
 
@@ -203,14 +211,43 @@ def _block_part(model: Model, type_name: str, region: Region, fused: bool) -> Pa
     return _mlp_part(model, type_name, region, stream, hidden, fused)
 
 
-def _with_norms(facts: Family, part: Part, norms: int, fused: bool) -> Part:
-    """Return a part that saves the input of a first norm, with the additional tensors of its norms."""
+def _with_norms(facts: Family, part: Part, norms: int, fused: bool, normed: int | None = None) -> Part:
+    """Return a part that saves the input of a first norm, with the additional tensors of its norms.
+
+    They are of `normed` elements; None: of all that leave it.
+    """
     elements, more = _norm_keeps(facts, fused)
+    each = part.result if normed is None else normed
     return msgspec.structs.replace(
         part,
-        outside=part.outside + (norms * elements - 1) * part.result,
-        outside_bytes=part.outside_bytes + norms * more * part.result,
-        outside_operator_bytes=norms * _norm_moves(facts, fused) * part.result,
+        outside=part.outside + (norms * elements - 1) * each,
+        outside_bytes=part.outside_bytes + norms * more * each,
+        outside_operator_bytes=norms * _norm_moves(facts, fused) * each,
+    )
+
+
+def _mtp_part(model: Model, type_name: str, facts: Family, fused: bool) -> Part:
+    """Return what a layer that predicts further tokens has before its block, and the norm behind it.
+
+    Rows of a copy of the token table and the states are normed, joined, and multiplied by a matrix that each rank has.
+    """
+    kind, (stream, *_) = model.types[type_name], model.types[type_name].outputs
+    hidden, size = stream.features, stream.sequence_length * stream.features
+    elements, more = _norm_keeps(facts, fused)
+    norms = 4 if mtp_depth(type_name) == 1 else 3
+    return Part(
+        name="lookup",
+        flops=0.0,
+        outside_flops=4.0 * hidden * size,
+        undivided=True,
+        weights=2 * hidden**2,
+        dense_gradient=sum(p.numel(1) for p in kind.copies if p.tp_dim is not None),
+        whole_products=size,
+        outside=2 * size + norms * elements * size,
+        outside_bytes=norms * more * size + _ID_BYTES * stream.sequence_length,
+        outside_operator_bytes=norms * _norm_moves(facts, fused) * size,
+        result=size,
+        kernels=_KERNELS["lookup"] + norms * _NORM_KERNELS,
     )
 
 
@@ -407,6 +444,8 @@ def _logits(model: Model, kind: LayerType) -> Part:
     weights = sum(p.numel(1) for p in kind.parameters if len(p.shape) > 1)
     positions = kind.labels or tensor.sequence_length
     logits = weights // tensor.features * positions
+    # Of further tokens one loss is computed after the other.
+    at_once = logits // (1 + mtp_layers(model.layers))
     return Part(
         name="logits",
         flops=float(kind.forward_flops_per_sample),
@@ -417,8 +456,8 @@ def _logits(model: Model, kind: LayerType) -> Part:
         passing_bytes=_FLOAT32_BYTES * logits,
         outside=positions * tensor.features,
         result=positions * tensor.features,
-        widest_bytes=_FLOAT32_BYTES * min(logits, LOSS_ELEMENTS),
-        kernels=_KERNELS["logits"],
+        widest_bytes=_FLOAT32_BYTES * min(at_once, LOSS_ELEMENTS),
+        kernels=_KERNELS["logits"] * (1 + mtp_layers(model.layers)),
     )
 
 
@@ -433,5 +472,4 @@ def _end(model: Model, type_name: str, region: Region, stream: int) -> dict[str,
 def _drops(model: Model, type_name: str, region: Region) -> bool:
     """Return whether dropout applies to a part's output, which saves a mask."""
     family, config = facts_of_type(model, type_name)
-    ends_in_norm = bool(family.norm.ends) and not family.drops(config)
-    return bool(region.replays_sum) and not ends_in_norm
+    return bool(region.replays_sum) and family.drops(config)

@@ -74,4 +74,4 @@ def _is_matrix(parameter: Parameter, kind: LayerType) -> bool:
     routes = kind.experts is not UNSET and parameter.shape[0] == kind.experts.number
     if not parameter.name.endswith(".weight") or not parameter.trained or parameter.shared or routes:
         return False
-    return len(parameter.shape) > 1 and parameter.ep_dim is UNSET
+    return len(parameter.shape) > 1 and parameter.ep_dim is UNSET and parameter.copy_of is UNSET

@@ -9,6 +9,8 @@ to scores. Five Newton-Schulz steps replace a matrix: with X [m, n], m <= n, sca
 from collections.abc import Iterable
 from math import prod
 
+from msgspec import UNSET
+
 from shardwright.types import Parameter
 
 STEPS = 5
@@ -23,10 +25,10 @@ def matrix_dims(parameter: Parameter) -> tuple[int, int] | None:
     """The two dims of the matrices of a block's parameter, along whose others they are stacked; None if it has none.
 
     A weight of three dims, without that of experts, is fused: the dim before the one that tensor parallelism cuts
-    counts its parts.
+    counts its parts. A copy is updated as what it is a copy of: the token table is no block's.
     """
     dims = [dim for dim in range(len(parameter.shape)) if dim != parameter.ep_dim]
-    if not parameter.trained or parameter.name.endswith(_OTHERS):
+    if not parameter.trained or parameter.copy_of is not UNSET or parameter.name.endswith(_OTHERS):
         return None
     if len(dims) == 3 and parameter.tp_dim is not None:
         dims = [dim for dim in dims if dim != parameter.tp_dim - 1]

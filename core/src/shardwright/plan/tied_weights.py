@@ -47,10 +47,7 @@ TiedParameter = tuple[Replica, ...]
 
 def tied_parameters(plan: Plan) -> tuple[TiedParameter, ...]:
     """Return the parameters that have several replicas; the first replica of each is its owner."""
-    tied = []
-    for first, second in plan.model.tied:
-        outer = [(EMBEDDING, plan.embedding, first), (HEAD, plan.head, second)]
-        tied.append(tuple(_replica(plan, layer, strategy, layer, name) for layer, strategy, name in outer))
+    tied = list(_shared_by_ends(plan))
     for base, kinds in plan.model.layers_by_base.items():
         layers = [(i, layer) for i, layer in enumerate(plan.layers) if base_type(layer.type) == base]
         for parameter in plan.model.types[kinds[0]].parameters:
@@ -78,6 +75,23 @@ def pieces_to_owners(tied: Sequence[TiedParameter]) -> tuple[Piece, ...]:
 def pieces_from_owners(tied: Sequence[TiedParameter]) -> tuple[Piece, ...]:
     """Return the pieces that the owners send to every replica."""
     return tuple(piece for one in tied for replica in one[1:] for piece in _pieces(one[0], replica))
+
+
+def _shared_by_ends(plan: Plan) -> Iterator[TiedParameter]:
+    """Yield the parameters of embedding and head that the other one or blocks hold copies of."""
+    model, second_of = plan.model, dict(plan.model.tied)
+    copies: dict[str, list[Replica]] = {}
+    for i, layer in enumerate(plan.layers):
+        for copy in model.types[layer.type].copies:
+            replica = _replica(plan, f"layers[{i}]", layer, layer.type, copy.name)
+            copies.setdefault(str(copy.copy_of), []).append(replica)
+    for end, strategy in ((EMBEDDING, plan.embedding), (HEAD, plan.head)):
+        for parameter in model.types[end].parameters:
+            others = copies.get(parameter.name, [])
+            if (second := second_of.get(parameter.name)) is not None:
+                others = [*others, _replica(plan, HEAD, plan.head, HEAD, second)]
+            if others:
+                yield _replica(plan, end, strategy, end, parameter.name), *others
 
 
 def _replica(plan: Plan, layer: str, strategy: Strategy, kind: str, name: str) -> Replica:

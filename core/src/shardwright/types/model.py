@@ -50,6 +50,8 @@ class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The tensor dim of experts; omitted if the tensor is not stacked over experts."""
     buffer: bool | UnsetType = UNSET
     """True for a buffer, which steps set and no gradient: each rank has it whole, in float32 at least."""
+    copy_of: str | UnsetType = UNSET
+    """Full name of the parameter of embedding or head that a block has a copy of: they are one and the same."""
 
     def __post_init__(self) -> None:
         for name, dim in (("tp_dim", self.tp_dim), ("ep_dim", None if self.ep_dim is UNSET else self.ep_dim)):
@@ -145,6 +147,11 @@ class LayerType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return tuple(p for p in self.parameters if p.trained)
 
     @property
+    def copies(self) -> tuple[Parameter, ...]:
+        """Return the parameters that are copies of embedding's or head's."""
+        return tuple(p for p in self.parameters if p.copy_of is not UNSET)
+
+    @property
     def trained_share(self) -> float:
         """Return the share of matrix elements that are trained; 1 if there are no matrices."""
         matrices = [p for p in self.parameters if len(p.shape) > 1]
@@ -225,6 +232,10 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
         for first, second in self.tied:
             if shapes.get(first) is None or shapes.get(first) != shapes.get(second):
                 raise ValueError(f"tied {first!r} and {second!r} are not equal parameters of embedding and head")
+        for name in dict.fromkeys(self.layers):
+            for copy in self.types[name].copies:
+                if shapes.get(str(copy.copy_of)) != copy.shape:
+                    raise ValueError(f"{copy.name} of {name} is not a copy of {copy.copy_of!r} of embedding or head")
 
     @property
     def architecture_sha256(self) -> str:
@@ -274,6 +285,11 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self._count(lambda kind: kind.trained_parameters)
 
     @property
+    def has_copies(self) -> bool:
+        """Return whether embedding or head share parameters with one another or with blocks."""
+        return bool(self.tied) or any(self.types[name].copies for name in dict.fromkeys(self.layers))
+
+    @property
     def is_traced(self) -> bool:
         """Return whether a trace describes it, because its family has no facts."""
         return self.types[HEAD].traced is not UNSET
@@ -291,7 +307,8 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def _count(self, counted: Callable[[LayerType], tuple[Parameter, ...]]) -> int:
         """Return the number of elements of selected parameters, tied and shared ones counted once."""
-        total = sum(prod(p.shape) for name in (EMBEDDING, *self.layers, HEAD) for p in counted(self.types[name]))
+        names = (EMBEDDING, *self.layers, HEAD)
+        total = sum(prod(p.shape) for name in names for p in counted(self.types[name]) if p.copy_of is UNSET)
         ends = {p.name: prod(p.shape) for name in (EMBEDDING, HEAD) for p in counted(self.types[name])}
         tied = sum(ends.get(second, 0) for _, second in self.tied)
         replicas = ((len(kinds) - 1, counted(self.types[kinds[0]])) for kinds in self.layers_by_base.values())

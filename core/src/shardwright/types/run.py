@@ -41,7 +41,7 @@ class StepMetrics(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     step: Count
     """Number of the optimizer step, the first being 1."""
     loss: float
-    """Mean cross entropy over the step's tokens, and auxiliary losses."""
+    """Mean cross entropy over the step's tokens, with the part of further tokens', and auxiliary losses."""
     step_time_s: Seconds
     """Time of the step."""
     tokens_per_s: NonNegativeNumber
@@ -61,6 +61,9 @@ class StepMetrics(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """End of the step, in ISO 8601."""
     auxiliary_loss: float | UnsetType = UNSET
     """The part of the loss that comes from blocks' auxiliary losses; absent if the family has none."""
+    mtp_losses: tuple[float, ...] | UnsetType = UNSET
+    """Mean cross entropy of each depth that predicts further tokens, which the loss has a part of; absent if there are
+    none."""
     expert_imbalance: NonNegativeNumber | UnsetType = UNSET
     """Load of the fullest expert over the mean expert's, averaged over layers; absent if there are none."""
     save_s: Seconds | UnsetType = UNSET

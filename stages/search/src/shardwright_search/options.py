@@ -124,7 +124,7 @@ class AdviseOptions(TrainedParts, frozen=True, kw_only=True):
     tolerance: Share = 0.02
     """The answer is the simplest plan within this share of the best; 0: it is the fastest plan."""
     mtp: Annotated[int, Meta(ge=0, le=8)] = 0
-    """Layers that predict further tokens, as DeepSeek-V3 trains one: estimated, and run by Megatron-LM."""
+    """Layers that predict further tokens, as DeepSeek-V3 has one; this runtime and Megatron-LM train them."""
     budget_gib: Gib | None = None
     """The most that a plan may use of a GPU, in GiB; by default 92 % of its memory, or all of it if nothing fits so."""
     price_per_gpu_hour: NonNegativeNumber | None = None

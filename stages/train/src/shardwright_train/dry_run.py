@@ -40,7 +40,7 @@ from shardwright_train.parallel.host_activations import CountedCopies
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.pipeline.layer import RankContext
 from shardwright_train.pipeline.p2p import most_held, until_fullest
-from shardwright_train.pipeline.runner import MicrobatchChunk, Step
+from shardwright_train.pipeline.runner import MicrobatchChunk, Step, on_device
 from shardwright_train.torch_private import FakeStore, FakeTensorMode, TorchDispatchMode, tree_leaves
 
 # The step of one rank, on tensors without data.
@@ -134,6 +134,7 @@ def simulate_step(
                 with sent:
                     engine.forward_backward(step, hook)
             gradients = sum(_gradient_bytes(p) for p in optimizer.parameters.values() if p.requires_grad)
+            held = sum(x.nbytes for x in on_device(step.batch, context).values())
         return SimulatedStep(
             message_bytes=dict(sent.bytes),
             parameters_bytes=parameters,
@@ -142,7 +143,7 @@ def simulate_step(
             host_bytes=sum(x.nbytes for x in kept),
             host_activation_bytes=_host_activation_bytes(context),
             peak_bytes=max(resident.peak, with_optimizer + gradients),
-            microbatch_bytes=sum(x.nbytes for x in step.batch.values()) // plan.num_microbatches,
+            microbatch_bytes=held // plan.num_microbatches,
             resident_bytes=events,
             peaks=peaks,
         )

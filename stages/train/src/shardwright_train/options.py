@@ -39,6 +39,9 @@ class DescribeOptions(Options, frozen=True, kw_only=True):
     taken_as: str | None = field(default=None, name="as")
     """A family, such as llama or mixtral, whose model is described in place of one of an unknown type: it has the
     same width, layers, heads and experts, and is another model."""
+    mtp: Annotated[int, Meta(ge=0, le=8)] = 0
+    """Layers that predict further tokens, as DeepSeek-V3's: its num_nextn_predict_layers is 1; if left out none, which
+    is said if config.json has some."""
     frozen: tuple[_Text, ...] = ()
     """Part that is not trained: embedding, head, layers, layers[2] or layers[0:8], and after a dot which parameters,
     as in layers.mlp.*; it has no gradients and no optimizer state. May be repeated."""
@@ -193,6 +196,9 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     """Largest global 2-norm of gradients; 0: no clipping."""
     router_bias_update_rate: _Rate = 1e-3
     """Change in a step of the biases by which DeepSeek-V3 chooses experts; 0 keeps them."""
+    mtp_loss_scaling_factor: _Rate = 0.1
+    """What the mean loss of further predicted tokens is multiplied by before it is added to the loss, of a model
+    described with --mtp (Megatron-LM's option); DeepSeek-V3 had 0.3, at the end 0.1."""
     seed: NonNegativeCount = 0
     """Seed of initial weights and sample order."""
     deterministic: bool = False

@@ -12,6 +12,7 @@ from shardwright.estimate.settings import ProfileSettings, block_types, formatte
 from shardwright.io import BadInput
 from shardwright.key import LayerKey
 from shardwright.models.context import context_obstacle, gpu_format, ring_obstacle
+from shardwright.models.mtp import mtp_layers
 from shardwright.plan.axes import axes_of, layout_of, strategy_on
 from shardwright.plan.expert_messages import shares_experts
 from shardwright.types import (
@@ -70,9 +71,12 @@ def make_probes(models: Sequence[Model], cluster: Cluster, node_type: str, setti
     micro-batch size: one plan with `settings.layers[0]` layers of every block type, and one for each block type with
     `settings.layers[1]` layers of it. Of a type that passes on another shape than it receives, each has one. With the
     most of every type, one under ZeRO-2 and one under ZeRO-3. For each of `cp_sizes` as many as for a strategy. Raises
-    BadInput when the lengths are others, or no strategy fits model and node.
+    BadInput when the lengths are others, no strategy fits model and node, or layers predict further tokens.
     """
     model = models[0]
+    if mtp_layers(model.layers):
+        further = "layers that predict further tokens (mtp) are not measured"
+        raise BadInput(f"model {model.name}", further, "estimate it: shardwright advise --mtp")
     _check_lengths(models, settings)
     node = _node_of(cluster, node_type)
     fitting: list[Strategy] = []

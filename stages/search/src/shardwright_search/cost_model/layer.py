@@ -221,7 +221,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         """Return whether exchanges overlap or pipelines have least times in any profile, and ties exist once in all."""
         each = self._profiles_by_type.values()
         overlaps = any(one.exchange is not None and one.exchange.overlapped for one in each)
-        ties = bool(self.model.tied) and all(one.held.ties for one in each)
+        ties = self.model.has_copies and all(one.held.ties for one in each)
         return overlaps, any(key.pipelined for one in each for key in one.host), ties
 
     @property
@@ -461,7 +461,8 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         given = profiles, self.model, self.precision, self.optimizer, reduces_every
         group = parameter_groups(self.model.types[type_name], strategy)[number]
         if tied:
-            group = group.without({name for _, name in self.model.tied})
+            copies = {p.name for p in self.model.types[type_name].copies}
+            group = group.without({name for _, name in self.model.tied} | copies)
         host = None
         if isinstance(strategy, LayerStrategy) and strategy.offloads_optimizer:
             updates = self._host_rate(topology.node_type, "host_updates_per_s") if strategy.updates_on_host else None

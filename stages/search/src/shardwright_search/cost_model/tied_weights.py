@@ -1,11 +1,11 @@
 """Time to sum the gradients of tied parameters over their replicas, once a step."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 
 from shardwright.plan.axes import ParameterAxes, axes_of
 from shardwright.plan.layout import parameter_box
-from shardwright.types import EMBEDDING, HEAD, ITEMSIZE, Model, Strategy
+from shardwright.types import EMBEDDING, HEAD, ITEMSIZE, Model, Parameter, Strategy
 from shardwright.types.hardware_profile import Collective
 from shardwright_search.cost_model.collectives import collective_time, longest, send_kind_time
 from shardwright_search.cost_model.layer import CostModel, picoseconds
@@ -23,16 +23,23 @@ def tied_cost_ps(
     if first == last and tied_class(embedding) == tied_class(head):
         return 0
     total = 0
-    trained = {parameter.name for parameter in costs.model.types[EMBEDDING].trained_parameters}
-    for one, other in ((one, other) for one, other in costs.model.tied if one in trained):
-        for layer, name, strategy, mine, others in (
-            (EMBEDDING, one, embedding, first, last),
-            (HEAD, other, head, last, first),
-        ):
+    for parameter in _tied(costs.model):
+        for strategy, mine, others in ((embedding, first, last), (head, last, first)):
             # Of the fewer ranks each has more to send than the others get, or to get than they send.
             share = max(1.0, len(mine) / len(others))
-            total += _sent_ps(costs, first, last, _part_bytes(costs, layer, name, strategy) * share)
+            total += _sent_ps(costs, first, last, _part_bytes(costs, parameter, strategy) * share)
     return total
+
+
+def _tied(model: Model) -> Iterator[Parameter]:
+    """Yield the embedding's trained parameters that the head shares, or a block, once for each copy.
+
+    Blocks with copies, which predict further tokens, are priced as if they were sharded like the head, next to it.
+    """
+    trained = {parameter.name: parameter for parameter in model.types[EMBEDDING].trained_parameters}
+    yield from (trained[name] for name, _ in model.tied if name in trained)
+    for layer in model.layers:
+        yield from (trained[str(p.copy_of)] for p in model.types[layer].copies if p.copy_of in trained)
 
 
 def shared_cost_ps(costs: CostModel, stages: Sequence[Sequence[int]]) -> int:
@@ -53,7 +60,8 @@ def types_with_replicas(model: Model) -> frozenset[str]:
         for names in model.layers_by_base.values()
         if len(names) > 1 and any(parameter.shared for parameter in model.types[names[0]].parameters)
     )
-    return frozenset((EMBEDDING, HEAD) if model.tied else ()).union(*shared)
+    copies = (name for name in dict.fromkeys(model.layers) if model.types[name].copies)
+    return frozenset((EMBEDDING, HEAD, *copies) if model.has_copies else ()).union(*shared)
 
 
 def has_shared(model: Model) -> bool:
@@ -79,8 +87,7 @@ def _sent_ps(costs: CostModel, first: Sequence[int], last: Sequence[int], sent: 
     return picoseconds(longest(times).time_s)
 
 
-def _part_bytes(costs: CostModel, layer: str, name: str, strategy: Strategy) -> int:
+def _part_bytes(costs: CostModel, parameter: Parameter, strategy: Strategy) -> int:
     """Return the bytes that one rank stores of a parameter."""
-    parameter = next(p for p in costs.model.types[layer].parameters if p.name == name)
     box = parameter_box(parameter, strategy, 0)
     return prod(high - low for low, high in box) * ITEMSIZE[costs.precision.parameters]

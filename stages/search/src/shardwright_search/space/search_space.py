@@ -260,7 +260,7 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
     def _by_ends(self, configuration: Configuration) -> Iterator[Configuration]:
         """Yield the configuration split by the first and last stage's node types, if the cost of ties needs it."""
         model, names = self.instance.costs.model, self.instance.stage_types
-        if len(names) == 1 or configuration.num_chunks > 1 or not (model.tied or has_shared(model)):
+        if len(names) == 1 or configuration.num_chunks > 1 or not (model.has_copies or has_shared(model)):
             yield configuration
             return
         yield from (configuration._replace(ends=(first, last)) for first, last in product(names, repeat=2))

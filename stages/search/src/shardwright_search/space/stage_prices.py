@@ -59,7 +59,7 @@ class TiedParameters(msgspec.Struct, frozen=True, dict=True, eq=False):
 
         `types`: of the first and the last stage, where these are given.
         """
-        if not self.costs.model.tied and not has_shared(self.costs.model):
+        if not self.costs.model.has_copies and not has_shared(self.costs.model):
             return np.zeros((1, 1))
         first, last = (list(self._classes(shardings, name).values()) for name in (EMBEDDING, HEAD))
         costs_ps, there = np.full((len(first), len(last)), np.inf), {*self.costs.cluster.node_type_of_rank}
@@ -84,7 +84,7 @@ class TiedParameters(msgspec.Struct, frozen=True, dict=True, eq=False):
 
         For parameters that layers share, which the first stage sends to the last, the width counts instead.
         """
-        if self.costs.model.tied:
+        if self.costs.model.has_copies:
             return node_types, tied_class(strategy)
         return (node_types, layout_of(strategy).stage_size) if has_shared(self.costs.model) else None
 

@@ -10,7 +10,7 @@ from msgspec.structs import asdict, replace
 from shardwright.devices.table import shipped_devices
 from shardwright.io import BadInput
 from shardwright.models.context import context_obstacle, ring_obstacle
-from shardwright.models.mtp import mtp_layers
+from shardwright.models.mtp import mtp_depth
 from shardwright.plan.axes import axes_of, effective
 from shardwright.plan.expert_messages import shares_experts
 from shardwright.plan.schedules.registry import schedule_of
@@ -101,7 +101,7 @@ def uniform_of(
     of unlike types unless it has both of them beside one another in its models (`types`). Low-rank matrices are refused
     unless it runs models of peft.
     """
-    check_exportable(plan, target, with_peft)
+    check_exportable(plan, target, with_peft, types)
     if not has_context:
         check_whole_positions(plan, target)
     if not has_expert_grids:
@@ -111,7 +111,6 @@ def uniform_of(
         first_type, feature = plan.layers[0].type, f"layers[{i}]: type {layer.type}, where layers[0] has"
         kinds_of = base_type(layer.type), base_type(first_type)
         holds = len(set(kinds_of)) == 1 or all(each in types for each in kinds_of)
-        holds = holds and (not mtp_layers((layer.type,)) or layer.type in types)
         target.demand(holds, f"{feature} {first_type}", "export plans of models with layers of one type")
     check_recompute(plan, target, kinds)
     count, pp_size, chunks = plan.num_microbatches, len(plan.stages), len(plan.stages[0].layers)
@@ -129,11 +128,17 @@ def uniform_of(
     )
 
 
-def check_exportable(plan: Plan, target: ExportTarget, with_peft: bool = False) -> None:
-    """Raise BadInput for fields that no export supports, and for frozen parameters, except under peft."""
+def check_exportable(plan: Plan, target: ExportTarget, with_peft: bool = False, types: Container[str] = ()) -> None:
+    """Raise BadInput for fields that no export supports, and for frozen parameters, except under peft.
+
+    Layers that predict further tokens are refused unless they are of `types`.
+    """
     check_fields(plan, target.plan_file, f"the {target.name} export", ("precision.base",) if with_peft else ())
     holds = not plan.model.is_frozen or (with_peft and plan.model.low_rank is not UNSET)
     target.demand(holds, "frozen parameters", "export a plan of the model that is trained whole")
+    for i, layer in enumerate(plan.layers):
+        holds = not mtp_depth(layer.type) or layer.type in types
+        target.demand(holds, f"layers[{i}]: {layer.type}, which predicts a further token", "plan without --mtp")
 
 
 def strategies(plan: Plan) -> Iterator[tuple[str, Strategy]]:

@@ -23,7 +23,7 @@ from msgspec import UNSET, UnsetType
 from shardwright.estimate.layers import goes_in_pieces
 from shardwright.estimate.runtimes import RUNTIMES, RuntimeName
 from shardwright.models.facts import Family
-from shardwright.models.mtp import MTP, mtp_layers
+from shardwright.models.mtp import MTP_TYPES, mtp_layers, without_mtp
 from shardwright.models.registry import FAMILIES
 from shardwright.models.traits import BLOCK, DENSE, SPARSE, Latents, Routing
 from shardwright.types import (
@@ -124,7 +124,7 @@ def other_latent_rope(rope: Mapping[str, Any], config: Mapping[str, Any]) -> lis
 
 # Experts: what they are, and the ranks that they are split over.
 
-LAYER_TYPES = tuple(f"{name}{end}" for name in (BLOCK, DENSE, SPARSE) for end in ("", MTP))
+LAYER_TYPES = tuple(f"{name}{end}" for name in (BLOCK, DENSE, SPARSE) for end in ("", *MTP_TYPES))
 """Types of layer that its models may have beside one another: `--moe-layer-freq` says which have experts."""
 
 
@@ -221,8 +221,7 @@ def _options_of(model: Model, experts: Experts, family: Family) -> Arguments:
 
 def _layers_with_experts(model: Model) -> Arguments:
     """Return the option for which layers have experts, as Python lists; left out if all have."""
-    decoder = model.layers[: len(model.layers) - mtp_layers(model.layers)]
-    sparse = [int(model.types[kind].experts is not UNSET) for kind in decoder]
+    sparse = [int(model.types[kind].experts is not UNSET) for kind in without_mtp(model.layers)]
     terms = (f"[{value}]*{len(list(group))}" for value, group in groupby(sparse))
     return {} if all(sparse) else {"--moe-layer-freq": "+".join(terms)}
 

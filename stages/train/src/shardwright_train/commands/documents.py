@@ -14,6 +14,7 @@ from shardwright.models.config_keys import without_notes
 from shardwright.models.description import USUAL_TOKENS, stated_length
 from shardwright.models.frozen import FrozenPart, freeze
 from shardwright.models.low_rank import adapt
+from shardwright.models.mtp import DEPTHS_KEY, with_mtp
 from shardwright.types import Model, Plan
 from shardwright_train.data.corpora import Source
 from shardwright_train.data.split import LossOn
@@ -26,6 +27,11 @@ def describe(options: DescribeOptions) -> None:
     """Write the description of a model."""
     frozen = tuple(map(FrozenPart.parse, options.frozen))
     model = describe_folder(options.config_dir, options.name, options.sequence_length, options.lora, options.taken_as)
+    further = model.config.get(DEPTHS_KEY)
+    if further and not options.mtp:
+        note = f"{DEPTHS_KEY} {further}: layers that predict further tokens are left out (--mtp {further} adds them)"
+        print(f"{options.config_dir / 'config.json'}: {note}", file=sys.stderr, flush=True)
+    model = with_mtp(model, options.mtp)
     write_document(options.out, freeze(model, frozen) if frozen else model)
 
 

@@ -145,6 +145,16 @@ class TextBatches:
             batch = with_boundaries(batch, documents, self.boundaries, predicts_next=predicts_next)
         return {name: x for name, x in batch.items() if name not in share.left_out}
 
+    def counted_ahead(self, first: int, samples: int, ahead: int) -> int:
+        """The number of labels that count a number of positions after their own, in the same document."""
+        indices = np.arange(first, first + samples)
+        if self.samples.marks_sha256 is not None:
+            return int(self._targets(indices, ahead).sum())
+        if self.boundaries.reset_attention_mask:
+            documents = self.samples.documents(indices)
+            return int((documents[:, 1 + ahead :] == documents[:, : -1 - ahead]).sum())
+        return samples * max(0, self.objective.labels - ahead)
+
     def counted(self, first: int, samples: int) -> int:
         """The number of labels of a batch that count, over all ranks; raises RunFailed if there are none."""
         indices = np.arange(first, first + samples)
@@ -162,14 +172,19 @@ class TextBatches:
         self.samples.check_contents()
 
     def _learned(self, indices: NDArray[np.int64]) -> int:
-        targets = self.samples.targets(indices)[:, 1:]
-        if self.boundaries.reset_attention_mask:
-            documents = self.samples.documents(indices)
-            targets = targets * (documents[:, 1:] == documents[:, :-1])
+        targets = self._targets(indices)
         if not targets.any():
             problem = f"samples {indices[0]} to {indices[-1]}, which are a batch, hold no token of a completion"
             raise RunFailed(f"{problem}: take a larger batch or longer samples, or leave out such documents")
         return int(targets.sum())
+
+    def _targets(self, indices: NDArray[np.int64], ahead: int = 0) -> NDArray[Any]:
+        """Return which labels count a number of positions after their own [n, positions - ahead]."""
+        targets = self.samples.targets(indices)[:, 1 + ahead :]
+        if self.boundaries.reset_attention_mask:
+            documents = self.samples.documents(indices)
+            targets = targets * (documents[:, 1 + ahead :] == documents[:, : -1 - ahead])
+        return targets
 
     def _drawn(self, text: Tensor, index: int) -> Batch:
         generator = torch.Generator().manual_seed(seed_of(self.samples.seed, "sample", index))
@@ -346,6 +361,11 @@ class RandomBatches:
         """Return the number of labels in a batch, without ignored positions."""
         made = (self._sample(first + number)["labels"] for number in range(samples))
         return sum(int((labels != IGNORED).sum().item()) for labels in made)
+
+    def counted_ahead(self, first: int, samples: int, ahead: int) -> int:
+        """Return the same of the labels a number of positions after their own."""
+        made = (self._sample(first + number)["labels"] for number in range(samples))
+        return sum(int((labels[:, ahead:] != IGNORED).sum().item()) for labels in made)
 
     def check_contents(self) -> None:
         """Do nothing: there are no files to check."""

@@ -36,6 +36,8 @@ class BatchShare(NamedTuple):
     """Number of samples of each microbatch; None: all."""
     left_out: frozenset[str] = frozenset()
     """Tensors that only other pipeline stages read."""
+    depths: int = 0
+    """Number of tokens after the next one that each position predicts, too."""
 
     @property
     def global_samples(self) -> int:

@@ -40,6 +40,7 @@ class ShardedOptimizer:
     instead. The states start at zero, and bias correction continues after `updates` steps. Those of `offloaded`
     parameters, by layer, stay in host memory. Of `on_host` the host updates them at the end of a step, on copies of
     gradients and parameters; the others' updates wait in `late`, with their gradients, for their layer's next use.
+    `depths`: of how many further tokens a step has losses.
     """
 
     def __init__(
@@ -56,7 +57,9 @@ class ShardedOptimizer:
         offloaded: Mapping[str, Sequence[str]] | None = None,
         on_host: Set[str] = frozenset(),
         late: LateUpdates | None = None,
+        depths: int = 0,
     ) -> None:
+        self._depths = depths
         self._router_biases = router_biases
         self.parameters, self.settings = parameters, settings
         self._trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
@@ -99,9 +102,8 @@ class ShardedOptimizer:
         """Clip by the global norm, update, and free the gradients; `step` counts from 1.
 
         The gradients are those of `loss_scale` times the loss. One all_reduce over the world carries the squared norm,
-        the loss [] or [2 + experts] of `run_step`, whether any rank wants to stop or to save, and each rank's peak
-        memory so far. When loss or norm is not finite nothing is updated. Parameters whose states come from the host
-        are updated later.
+        the losses of `run_step`, whether any rank wants to stop or to save, and each rank's peak memory so far. When
+        loss or norm is not finite nothing is updated. Parameters whose states come from the host are updated later.
         """
         self._late.flush()
         squares, losses = self._squared_norm(), loss.reshape(-1)
@@ -113,17 +115,19 @@ class ShardedOptimizer:
         self._update(shared, learning_rate, loss_scale)
         if self._router_biases is not None:
             rate = self.settings.router_bias_update_rate * shared[:2].isfinite().all()
-            self._router_biases.correct(shared[5 : 3 + len(losses)], rate)
+            self._router_biases.correct(shared[5 + self._depths : 3 + len(losses)], rate)
         self.forget_gradients()
         if self.streamed:
             self.host.begin([states for layer in self.streamed for states in self.streamed_states(layer)])
             self._late.wait_for_use(self, self.streamed)
         # The only time in a step that the host waits for the device: whatever it needs to know is in this one tensor.
         mean_loss, squared, stops, saves, *rest = shared.tolist()
-        of_blocks, peaks = rest[: len(losses) - 1], tuple(map(int, rest[len(losses) - 1 :]))
+        others, peaks = rest[: len(losses) - 1], tuple(map(int, rest[len(losses) - 1 :]))
+        mtp_losses, of_blocks = tuple(others[: self._depths]), others[self._depths :]
         auxiliary, assignments = (of_blocks[0] if of_blocks else None), tuple(of_blocks[1:])
         norm = math.sqrt(squared) / loss_scale if squared >= 0 else math.nan
-        return StepOutcome(mean_loss, norm, learning_rate, stops > 0, saves > 0, peaks, auxiliary, assignments)
+        asked_for = stops > 0, saves > 0
+        return StepOutcome(mean_loss, norm, learning_rate, *asked_for, peaks, auxiliary, assignments, mtp_losses)
 
     def forget_gradients(self) -> None:
         """Free the gradients."""
@@ -258,7 +262,8 @@ class StepOutcome:
     """The outcome of a step, the same on every rank."""
 
     loss: float
-    """Mean cross entropy over the tokens of the step, and auxiliary losses."""
+    """Mean cross entropy over the tokens of the step, with the factor's part of further tokens', and auxiliary losses.
+    """
     grad_norm: float
     learning_rate: float
     stop: bool
@@ -271,6 +276,8 @@ class StepOutcome:
     """The part of the loss that comes from blocks' auxiliary losses, averaged over samples; None without any."""
     assignments: tuple[float, ...] = ()
     """How often each expert of each layer is chosen, in order; of each layer to a factor, its ranks with replicas."""
+    mtp_losses: tuple[float, ...] = ()
+    """Mean cross entropy of each depth that predicts further tokens."""
 
     @property
     def finite(self) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shardwright.io import BadInput
 from shardwright.models.alike import unknown_type
 from shardwright.models.facts import Family as Facts
+from shardwright.models.mtp import mtp_depth
 from shardwright.models.registry import FAMILIES
 from shardwright.types import EMBEDDING, HEAD, Attention, Model, Strategy, base_type
 from shardwright_train.data.objectives import Causal, Classification, Text
@@ -22,6 +23,7 @@ from shardwright_train.data.split import LossOn
 from shardwright_train.models.configuration import parse
 from shardwright_train.models.initial_weights import Filling, low_rank_fillings, with_low_rank
 from shardwright_train.models.masks import Places, alibi_mask, alibi_slopes, mask_for, window_mask
+from shardwright_train.models.mtp import FURTHER_LABELS, add_modules, join_modules
 from shardwright_train.models.stock import Pieces, States, WithLoss, skeleton, stock_fillings, unstack
 from shardwright_train.parallel.sharding_rules import OF_OUTPUTS, WORDS, Parts, Rule
 from shardwright_train.parallel.tensor import TensorParallel
@@ -71,7 +73,11 @@ class Family:
         """Return the embedding of a batch at this rank's positions: rows of the table, through further modules."""
         table: Any = pieces.get_submodule(self.embedding[0])
         rows = (token_embedding(table, batch[name], pieces.tensor_parallel) for name in self.tokens)
-        return tuple(pieces.through(self.embedding[1:], each) for each in rows)
+        return tuple(pieces.through(self.embedding[1:], self.scaled(pieces.config, each)) for each in rows)
+
+    def scaled(self, config: Any, rows: Tensor) -> Tensor:
+        """Return what the embedding makes of rows of its table, before further modules."""
+        return rows
 
     def normed(self, pieces: Pieces, states: States) -> Tensor:
         """The input of the head's matrix at this rank's positions."""
@@ -105,7 +111,7 @@ class Family:
         if POSITIONS in batch and "every_angle" in constants:
             positions = batch[POSITIONS][:, constants["places"].computed]
             angles = tuple(each[positions] for each in constants["every_angle"])
-            arguments = {"position_embeddings": self.rotation(angles)}
+            arguments = {**arguments, "position_embeddings": self.rotation(angles)}
         return (block(states[0], attention_mask=mask, **arguments),)
 
     def angles(self, rotary: nn.Module, kind: str, example: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
@@ -254,7 +260,7 @@ class Family:
 
     def fillings(self, model: Model, layer: str) -> Mapping[str, tuple[Filling, ...]]:
         """How transformers fills the parameters of a layer, by their names in its module."""
-        module = self.module(self.stock_model(model), *self._place(model, layer))
+        module = self._module(self.stock_model(model), model, layer)
         drawn = stock_fillings(module, lambda: self.initialize(model, module))
         return {**drawn, **low_rank_fillings(with_low_rank(module, model, layer), model)}
 
@@ -268,8 +274,13 @@ class Family:
         return tuple(name for name, _ in self._layer(model, layer).named_parameters())
 
     def _layer(self, model: Model, layer: str, attention: str | None = None) -> nn.Module:
-        module = self.module(self.stock_model(model, attention), *self._place(model, layer))
-        return with_low_rank(module, model, layer)
+        return with_low_rank(self._module(self.stock_model(model, attention), model, layer), model, layer)
+
+    def _module(self, stock: Any, model: Model, layer: str) -> nn.Module:
+        module = self.module(stock, *self._place(model, layer))
+        if depth_of(model, layer):
+            join_modules(module, partial(self.scaled, stock.config))
+        return module
 
     @cached_property
     def rules(self) -> dict[str, Rule]:
@@ -288,8 +299,24 @@ class Family:
     def hugging_face_name(self, model: Model, layer: str, parameter: str) -> str:
         """Return the stock model's name of a parameter, or of the parameter that it replicates."""
         kind, _ = self._place(model, layer)
+        name = self.full_name(model, layer, parameter)
+        if depth_of(model, layer):
+            return self.copies(model).get(name, name)
         shared = self.shared.get(parameter) if kind in self.parts else None
-        return self.full_name(model, layer, parameter) if shared is None else shared.format(kind=kind)
+        return name if shared is None else shared.format(kind=kind)
+
+    def copies(self, model: Model) -> dict[str, str]:
+        """Return the copies that blocks have of parameters of embedding and head, by their full names.
+
+        Files have one of the head's matrix, too, which runs have not.
+        """
+        found = dict[str, str]()
+        for number, kind in enumerate(model.layers):
+            if copies := model.types[kind].copies:
+                path = f"{self.parts[base_type(kind)].place(self.index(model.layers, number))}."
+                found |= {f"{path}{p.name}": str(p.copy_of) for p in copies}
+                found[f"{path}shared_head.head.weight"] = f"{self.head[-1]}.weight"
+        return found
 
     def index(self, layers: Sequence[str], number: int) -> int:
         """The number of a block in its list of the stock model, which may have several types."""
@@ -332,19 +359,27 @@ class Family:
         return Pieces(stock, self.head, self._loss) if kind == HEAD else self.block(stock, kind, index)
 
     def _loss(self, pieces: Pieces, states: States, batch: Batch) -> Tensor:
+        """The summed cross entropy of the head's own labels, and of depths with further ones [1 + depths]."""
+        if FURTHER_LABELS not in batch:
+            return self._cross_entropy(pieces, self.normed(pieces, states), batch["labels"])
+        further = zip(states[1:], batch[FURTHER_LABELS].unbind(-1), strict=True)
+        pairs = [(self.normed(pieces, states[:1]), batch["labels"]), *further]
+        return torch.stack([self._cross_entropy(pieces, *pair) for pair in pairs])
+
+    def _cross_entropy(self, pieces: Pieces, normed: Tensor, given: Tensor) -> Tensor:
         """The sum of cross entropy over the group's samples; under Ulysses, over this rank's positions."""
         matrix: Any = pieces.get_submodule(self.head[-1])
-        normed, labels = self.normed(pieces, states), batch["labels"].shape[1]
+        labels = given.shape[1]
         # A class is told from the first position, which ranks that share out the sequence have only once it is whole.
         if not pieces.tensor_parallel.splits_sequence:
             normed = normed[:, :labels]
         with pieces.tensor_parallel.entered(normed) as (inputs,):
             inputs = inputs[:, :labels]
             if pieces.tensor_parallel.loss_chunks > 1:
-                given = tuple(matrix.parameters()), batch["labels"], matrix.out_features, pieces.tensor_parallel
-                return loss_in_chunks(partial(self.logits, pieces), inputs, *given)
+                rest = tuple(matrix.parameters()), given, matrix.out_features, pieces.tensor_parallel
+                return loss_in_chunks(partial(self.logits, pieces), inputs, *rest)
             logits = self.logits(pieces, inputs)
-        return loss_of_logits(logits, batch["labels"], matrix.out_features, pieces.tensor_parallel)
+        return loss_of_logits(logits, given, matrix.out_features, pieces.tensor_parallel)
 
 
 @lru_cache(maxsize=4)
@@ -354,7 +389,17 @@ def _cached_skeleton(
     described = msgspec.json.decode(config)
     configured = family.configured(described | family.facts.counted(layers, described))
     configured._attn_implementation = family.kernel_name(attention)
-    return family.skeleton(configured)
+    stock = family.skeleton(configured)
+    for number, kind in enumerate(layers):
+        if depth := mtp_depth(kind):
+            block = stock.get_submodule(family.parts[base_type(kind)].place(family.index(layers, number)))
+            add_modules(block, stock.get_submodule(family.embedding[0]), stock.get_submodule(family.head[0]), depth)
+    return stock
+
+
+def depth_of(model: Model, layer: str) -> int:
+    """Return the depth of a layer of a model, by its name, that predicts further tokens; 0: it is another one."""
+    return 0 if layer in (EMBEDDING, HEAD) else mtp_depth(model.layers[int(layer[len("layers[") : -1])])
 
 
 def _within(parameter: str, paths: tuple[str, ...]) -> bool:

@@ -4,7 +4,6 @@ Mistral, Qwen2 and Qwen3 differ only by their stock classes.
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -19,6 +18,7 @@ from shardwright.types.model import base_type
 from shardwright_train.data.share import POSITIONS, Batch
 from shardwright_train.models.base import Family
 from shardwright_train.models.masks import Places
+from shardwright_train.models.mtp import plain_table
 from shardwright_train.models.stock import Pieces, States
 from shardwright_train.parallel.sharding_rules import Parts, Rule
 from shardwright_train.parallel.tensor import TensorParallel
@@ -48,10 +48,10 @@ class Cohere(Llama):
 class Granite(Llama):
     """Llama with scaled embeddings and logits; the stock blocks scale scores and sums."""
 
-    def embed(self, pieces: Pieces, batch: Batch) -> States:
-        """Return the embedding, multiplied as configured."""
-        (rows,) = super().embed(pieces, batch)
-        return (rows * pieces.config.embedding_multiplier,)
+    def scaled(self, config: Any, rows: Tensor) -> Tensor:
+        """Return the rows, multiplied as configured."""
+        multiplier: float = config.embedding_multiplier
+        return rows * multiplier
 
     def logits(self, pieces: Pieces, inputs: Tensor) -> Tensor:
         """Return the logits, divided as configured."""
@@ -81,7 +81,8 @@ class Ministral3(Llama):
     def call(self, block: Any, states: States, batch: Batch, constants: dict[str, Any]) -> Any:
         """Run a block with the positions in their documents, if a batch has them."""
         if POSITIONS in batch:
-            block = partial(block, position_ids=batch[POSITIONS][:, constants["places"].computed])
+            positions = {"position_ids": batch[POSITIONS][:, constants["places"].computed]}
+            constants = {**constants, "arguments": {**constants["arguments"], **positions}}
         return super().call(block, states, batch, constants)
 
 
@@ -107,16 +108,12 @@ class Gemma2(Llama):
         """The modules of a layer, with a plain embedding table: `embed` scales its rows."""
         module = super().module(stock, kind, index)
         if kind == EMBEDDING:
-            rows, features = stock.model.embed_tokens.weight.shape
-            padding, weight = stock.model.embed_tokens.padding_idx, stock.model.embed_tokens.weight
-            table = nn.Embedding(rows, features, padding, device=weight.device, dtype=weight.dtype)
-            module.set_submodule(self.embedding[0], table)
+            module.set_submodule(self.embedding[0], plain_table(stock.model.embed_tokens))
         return module
 
-    def embed(self, pieces: Pieces, batch: Batch) -> States:
-        """The embedding, scaled in its format by the root of the number of features."""
-        (rows,) = super().embed(pieces, batch)
-        return (rows * torch.tensor(pieces.config.hidden_size**0.5).to(rows.dtype),)
+    def scaled(self, config: Any, rows: Tensor) -> Tensor:
+        """Return the rows, scaled in their format by the root of the number of features."""
+        return rows * torch.tensor(config.hidden_size**0.5).to(rows.dtype)
 
     def logits(self, pieces: Pieces, inputs: Tensor) -> Tensor:
         """The logits, which a hyperbolic tangent bounds."""

@@ -29,9 +29,6 @@ def check_supported(plan: Plan, file: object) -> None:
     further = ("loss_chunks", "layers.offload", *(["optimizer"] if plan.optimizer in OPTIMIZERS_RUN else []))
     check_fields(plan, file, "the runtime", further)
     check_offload(plan, file)
-    if mtp_layers(plan.model.layers):
-        problem = "layers that predict further tokens (mtp) are estimated, not trained"
-        raise BadInput(file, problem, "plan without --mtp, or export the plan to megatron")
     for problem, remedy in _beyond(plan):
         raise BadInput(file, problem, remedy)
     if plan.model.is_traced:
@@ -121,12 +118,23 @@ def _beyond(plan: Plan) -> Iterator[tuple[str, str]]:
             "compile: blocks with experts cannot be compiled, because the host reads how many rows each expert has",
             "leave it out",
         )
+    if mtp_layers(plan.model.layers):
+        yield from _beyond_mtp(plan)
     if (shared := plan_obstacle(plan)) is not None:
         yield shared
     if plan.loss_chunks and "cross_entropy" in plan.fused:
         yield "loss_chunks: the fused cross_entropy has all logits at once", "leave one of them out"
     if plan.fused and (obstacle := _fused_obstacle(plan)) is not None:
         yield f"fused {obstacle}", "leave it out"
+
+
+def _beyond_mtp(plan: Plan) -> Iterator[tuple[str, str]]:
+    if plan.compile:
+        yield "compile: layers that predict further tokens (mtp) are not compiled", "leave it out"
+    facts = FAMILIES.get(plan.model.family)
+    if facts is not None and facts.attention.positions != "rope":
+        problem = f"layers that predict further tokens (mtp) need rotary positions, which {plan.model.family} has not"
+        yield problem, "plan without --mtp, or export the plan to megatron"
 
 
 def _fused_obstacle(plan: Plan) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from shardwright.models.mtp import mtp_depth, mtp_layers
 from shardwright.models.traits import Mask
 from shardwright.plan.axes import axes_of, layout_of
 from shardwright.plan.chunks import chunk_layers
@@ -19,6 +20,7 @@ from shardwright_train.data.share import Batch, BatchShare
 from shardwright_train.models.base import Family
 from shardwright_train.models.initial_weights import fill
 from shardwright_train.models.masks import Places
+from shardwright_train.models.mtp import call_depth
 from shardwright_train.models.stock import States, WithLoss, with_memory
 from shardwright_train.parallel.checkpointing import Recomputation
 from shardwright_train.parallel.collectives import Redistribution
@@ -80,6 +82,17 @@ class RankContext:
         return HostActivations(self.device) if moves else None
 
     @cached_property
+    def depths(self) -> int:
+        """Return the number of the model's layers that predict further tokens."""
+        return mtp_layers(self.plan.model.layers)
+
+    @cached_property
+    def embeds_further(self) -> bool:
+        """Return whether this rank has any of these."""
+        ranges = self.plan.stages[self.stage_index].layers
+        return any(mtp_depth(layer.type) for low, high in ranges for layer in self.plan.layers[low:high])
+
+    @cached_property
     def stand_in(self) -> StandIn | None:
         """Return the group that this rank represents in a measurement, or None."""
         length, ranks = self.plan.model.sequence_length * self.stands_for, self.stands_for
@@ -135,6 +148,7 @@ class RankContext:
             left_out=frozenset(
                 name for name, kind in self.family.learns(plan.model).read_by.items() if kind not in kinds
             ),
+            depths=self.depths,
         )
 
 
@@ -161,6 +175,8 @@ class Layer:
     """Random numbers of dropout; None if nothing is dropped."""
     replicas: int
     """Number of ranks with the same part of the states."""
+    depth: int = 0
+    """The depth of a layer that predicts further tokens; 0: it is another one."""
     host: HostActivations | None = None
     """Where activations of this stage's layers go that are kept in host memory; None: none are."""
 
@@ -246,6 +262,8 @@ class Layer:
             if self.kind == HEAD:
                 loss: Tensor = self.module(states, batch)
                 return loss
+            if self.depth:
+                return call_depth(self.family.call, self.module, self.depth, states, batch, self.constants)
             return self.family.call(self.module, states, batch, self.constants)
 
 
@@ -272,7 +290,8 @@ def build_layer(
     compiled = plan.compile and is_block
     # A compiled graph draws from a single generator; `check_kernels` refuses plans that would need several.
     inside = Randomness(name, replica, part, context.device) if compiled else randomness
-    keeps_last = family.keeps_last_sum(kind, config, plan.precision.compute)
+    depth = mtp_depth(type_name)
+    keeps_last = depth > 0 or family.keeps_last_sum(kind, config, plan.precision.compute)
     recomputation = Recomputation(keeps_last, plan.schedule.splits)
     sharings = {
         root: _sharing(context, each, inside, recomputation)
@@ -297,6 +316,7 @@ def build_layer(
         compiled=compiled,
         randomness=randomness if family.dropout(config) > 0 else None,
         replicas=layout.replicas,
+        depth=depth,
         host=context.host_activations,
     )
 

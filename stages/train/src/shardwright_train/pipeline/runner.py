@@ -28,6 +28,7 @@ from shardwright.plan.schedules.passes import Action, Pass
 from shardwright.types import ITEMSIZE, Attention, GradientReduction
 from shardwright_train.data.share import DOCUMENTS, Batch, BatchShare
 from shardwright_train.models.masks import Places, document_mask, image_masks, padding_mask, shared_mask, window_mask
+from shardwright_train.models.mtp import further_labels, with_further
 from shardwright_train.models.stock import States, WithLoss
 from shardwright_train.parallel.data import torch_dtype
 from shardwright_train.parallel.rng import RNGKey
@@ -35,6 +36,9 @@ from shardwright_train.parallel.vocab import IGNORED
 from shardwright_train.pipeline.layer import Layer, RankContext
 from shardwright_train.pipeline.p2p import Messages, Pipeline
 from shardwright_train.pipeline.stage import Stage
+
+MTP_FACTOR = 0.1
+"""Default factor of the losses of further tokens, that of Megatron-LM's mtp_loss_scaling_factor."""
 
 # The microbatches of a batch.
 
@@ -101,6 +105,8 @@ def on_device(batch: Batch, context: RankContext) -> Batch:
     The host waits for none of the copies: its side is pinned.
     """
     there = {name: x.to(context.device, non_blocking=True) for name, x in batch.items()}
+    if context.depths:
+        there = with_further(there, context.depths, embeds=context.embeds_further)
     if context.order is None:
         return there
     beside = context.family.objective.beside_positions
@@ -154,6 +160,10 @@ class Step:
     """This rank's share of the global batch, in host memory."""
     counted: int
     """Number of labels that count in the whole global batch."""
+    further: tuple[int, ...] = ()
+    """The same of the labels 1, 2, ... positions further, if a model predicts these, too."""
+    mtp_factor: float = MTP_FACTOR
+    """What the mean of their losses is multiplied by."""
     seed: int = 0
     number: int = 1
     """Number of the step, from 1."""
@@ -162,7 +172,9 @@ class Step:
     @classmethod
     def of_batch(cls, batch: Batch, share: BatchShare, seed: int = 0, number: int = 1) -> "Step":
         """A step on a global batch that every rank has."""
-        return cls(share.part_of(batch), int((batch["labels"] != IGNORED).sum().item()), seed, number)
+        further = further_labels(batch, share.depths).unbind(-1) if share.depths else ()
+        counted, *others = (int((labels != IGNORED).sum().item()) for labels in (batch["labels"], *further))
+        return cls(share.part_of(batch), counted, tuple(others), seed=seed, number=number)
 
 
 class ForwardHook(Protocol):
@@ -180,8 +192,9 @@ def run_step(stage: Stage, pipeline: Pipeline, step: Step, around: ForwardHook, 
 
     Leaves in the parameters the gradients of `loss_scale` times the loss: the mean over all labels of the batch that
     count, and of blocks' auxiliary losses the mean over all samples. Returns this rank's part of the loss, unscaled:
-    the sum over all ranks is the loss. A family with auxiliary losses has [2 + experts]: the loss, their part of it,
-    and how often each expert of each layer is chosen: ranks that compute the same positions all count them.
+    the sum over all ranks is the loss. After it come the mean losses of further tokens, depth by depth. A family with
+    auxiliary losses has then [1 + experts]: their part of the loss, and how often each expert of each layer is chosen:
+    ranks that compute the same positions all count them.
     """
     plan, todo = pipeline.context.plan, pipeline.actions()
     passes = _Passes(stage, pipeline, step, hook, around, Messages(pipeline))
@@ -208,11 +221,11 @@ def run_step(stage: Stage, pipeline: Pipeline, step: Step, around: ForwardHook, 
     passes.messages.wait()
     stage.finish_gradients()
     # Each rank that shares the vocabulary has computed the full loss of its samples.
-    loss = passes.loss / axes_of(plan.head).dense.tensor.size
+    loss, *further = passes.losses_of_head / axes_of(plan.head).dense.tensor.size
     if not pipeline.context.family.auxiliary_loss:
-        return loss
+        return torch.stack([loss, *further]) if further else loss
     auxiliary = passes.auxiliary / plan.global_batch_size
-    return torch.cat([torch.stack([loss + auxiliary, auxiliary]), passes.assignments])
+    return torch.cat([torch.stack([loss + auxiliary, *further, auxiliary]), passes.assignments])
 
 
 @dataclass
@@ -229,7 +242,8 @@ class _Passes:
     ends: dict[MicrobatchChunk, tuple[Tensor | GradientEdge | None, ...]] = field(default_factory=dict)
     """Roots of the backward passes: the loss, or the gradient edges of outputs, so that sent outputs can be freed."""
     microbatches: Microbatches = field(init=False)
-    loss: Tensor = field(init=False)
+    losses_of_head: Tensor = field(init=False)
+    """The loss, and the mean loss of each depth that predicts further tokens [1 + depths]."""
     losses: defaultdict[MicrobatchChunk, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     """Auxiliary losses of blocks, at which backward passes start, too."""
     auxiliary: Tensor = field(init=False)
@@ -245,11 +259,11 @@ class _Passes:
         device = self.pipeline.context.device
         self.microbatches = Microbatches(self.stage, on_device(self.step.batch, self.pipeline.context))
         # In float64, so that the order of microbatches does not show in a sum over many of them.
-        self.loss = torch.zeros((), dtype=torch.float64, device=device)
-        self.auxiliary = torch.zeros_like(self.loss)
+        self.losses_of_head = torch.zeros(1 + len(self.step.further), dtype=torch.float64, device=device)
+        self.auxiliary = self.losses_of_head.new_zeros(())
         slices = expert_slices(self.pipeline.context.plan.model)
         self.experts = {f"layers[{number}]": part for number, part in slices.items()}
-        self.assignments = self.loss.new_zeros(max((part.stop for part in self.experts.values()), default=0))
+        self.assignments = self.auxiliary.new_zeros(max((part.stop for part in self.experts.values()), default=0))
 
     def of_kind(self, kind: Pass) -> Callable[[Action, Action | None], None]:
         """Return the method that runs a kind of pass."""
@@ -286,10 +300,22 @@ class _Passes:
                 # An edge keeps the graph but not the output itself, which would otherwise live until the backward pass.
                 self.ends[at] = tuple(get_gradient_edge(x) if x.requires_grad else None for x in output)
         else:
-            # Divided by the labels of the whole batch: microbatches may hold different numbers of labels.
-            mean = output / self.step.counted
-            self.loss += mean.detach()
+            mean = self._mean(output)
             self.ends[at] = (mean * self.step.loss_scale,)
+
+    def _mean(self, sums: Tensor) -> Tensor:
+        """Return a micro-batch's part of the loss from its summed cross entropy [] or [1 + depths], and note it.
+
+        Divided by the labels of the whole batch: microbatches may hold different numbers of labels.
+        """
+        if not self.step.further:
+            mean = sums / self.step.counted
+            self.losses_of_head += mean.detach()
+            return mean
+        first, *further = (x / max(1, n) for x, n in zip(sums, (self.step.counted, *self.step.further), strict=True))
+        loss: Tensor = first + sum(further) * (self.step.mtp_factor / len(further))
+        self.losses_of_head += torch.stack([loss, *further]).detach()
+        return loss
 
     def backward(self, action: Action, following: Action | None) -> None:
         kind, microbatch, chunk = action
@@ -408,7 +434,8 @@ def _parts(stage: Stage, action: Action, loss: Tensor, microbatch: Batch) -> Ten
     head = stage.chunks[action.chunk].layers[-1]
     counted = (microbatch["labels"][head.samples] != IGNORED).sum().double()
     axes = axes_of(head.strategy)
-    return torch.stack([loss.double() / axes.dense.tensor.size, counted / axes.layout.sample_ranks])
+    loss = loss.reshape(-1)[0].double()  # of further tokens none is reported
+    return torch.stack([loss / axes.dense.tensor.size, counted / axes.layout.sample_ranks])
 
 
 def _no_hook(*_: object) -> None:

@@ -90,10 +90,12 @@ def check_loggers(names: tuple[LogTo, ...]) -> None:
 def scalars(metrics: StepMetrics, prediction: Prediction | None) -> dict[str, float]:
     """Return the numbers of a step by name, without unknown ones."""
     evaluation = metrics.evaluation
+    further = () if metrics.mtp_losses is UNSET else metrics.mtp_losses
     values = {
         "loss/train": metrics.loss,
         "loss/validation": None if evaluation is None else evaluation.loss,
         "loss/validation_perplexity": None if evaluation is None else evaluation.perplexity,
+        **{f"loss/mtp_{depth}": loss for depth, loss in enumerate(further, start=1)},
         "experts/imbalance": None if metrics.expert_imbalance is UNSET else metrics.expert_imbalance,
         "optimizer/grad_norm": metrics.grad_norm,
         "optimizer/learning_rate": metrics.learning_rate,

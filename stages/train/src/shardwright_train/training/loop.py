@@ -30,7 +30,7 @@ from shardwright_train.checkpoints.folders import (
 from shardwright_train.checkpoints.saver import Saver
 from shardwright_train.checkpoints.tensors import read_tensors, total_bytes
 from shardwright_train.data.document_pairs import document_warnings
-from shardwright_train.data.objectives import Batches
+from shardwright_train.data.objectives import Batches, RandomBatches, TextBatches
 from shardwright_train.data.share import on_host, read_ahead
 from shardwright_train.data.split import Split, SplitPart
 from shardwright_train.determinism import deterministic
@@ -85,7 +85,12 @@ class _Run:
         share = self.engine.stage.context.share
         first = self.resumed.samples + (step - self.resumed.step - 1) * share.global_samples
         batch = on_host(self.batches.read(first, share), self.world.device)
-        return Step(batch, self.batches.counted(first, share.global_samples), self.job.seed, step)
+        counted, further = self.batches.counted(first, share.global_samples), tuple[int, ...]()
+        if share.depths:
+            assert isinstance(self.batches, TextBatches | RandomBatches)
+            of_batch = partial(self.batches.counted_ahead, first, share.global_samples)
+            further = tuple(of_batch(depth) for depth in range(1, share.depths + 1))
+        return Step(batch, counted, further, self.job.mtp_loss_scaling_factor, self.job.seed, step)
 
 
 def train(job: RunJob, world: World) -> None:

@@ -172,6 +172,7 @@ class Metrics:
             learning_rate=outcome.learning_rate,
             peak_memory_bytes=outcome.peak_memory_bytes,
             auxiliary_loss=UNSET if outcome.auxiliary_loss is None else outcome.auxiliary_loss,
+            mtp_losses=outcome.mtp_losses or UNSET,
             expert_imbalance=expert_imbalance(plan.model, outcome.assignments),
             time_utc=datetime.now(UTC).isoformat(timespec="milliseconds"),
             save_s=max(self.saves_s, default=UNSET),

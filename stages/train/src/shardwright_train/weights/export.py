@@ -15,12 +15,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shardwright.io import BadInput, read_document, read_object, sync_path, system_fault
+from shardwright.models.mtp import DEPTHS_KEY, FINAL_NORM, mtp_layers, without_mtp
 from shardwright.types import EMBEDDING, GIB, HEAD, Model, Plan, RunResult
 from shardwright_train.checkpoints.choice import check_files, read_record
 from shardwright_train.checkpoints.folders import identity_of
 from shardwright_train.checkpoints.tensors import read_tensors, saved_dtypes
 from shardwright_train.data.tokenizer import SETTINGS, TOKENIZER, end_of, read_tokenizer, rows_of
 from shardwright_train.models.base import Family, family_of
+from shardwright_train.models.configuration import keys_of
 from shardwright_train.options import ConvertOptions
 from shardwright_train.parallel.data import torch_dtype
 from shardwright_train.weights.adapter import write_adapter
@@ -143,13 +145,19 @@ def _parameters(
             saved_as.setdefault(family.hugging_face_name(model, layer, local), saved)
     kept = [name for name in saved_as if name not in stock.all_tied_weights_keys]
     held = tensors_of_files(family, {name: tuple(stock.get_parameter(name).shape) for name in kept})
+    exported = dict[str, _Exported]()
     for name, file_name in stored_names(stock, tuple(held)).items():
         shapes = {saved_as[parameter][0]: shape for parameter, shape in held[name].items()}
         dtype = dtypes[next(iter(shapes))] if asked is None else asked
         dtype = torch.promote_types(dtype, torch.float32) if name in buffers else dtype
         saved_shapes = dict(saved_as[parameter] for parameter in held[name])
         whole = _Exported(file_name, stacked_shape(shapes.values()), dtype, saved_shapes, shapes)
+        exported[name] = whole
         yield from _pieces(whole, source_of_name(stock, name))
+    # As published files do, of layers that predict further tokens.
+    for name, owner in family.copies(model).items():
+        if f".{FINAL_NORM}." not in name:
+            yield exported[stock.all_tied_weights_keys.get(owner, owner)]._replace(name=name)
 
 
 def _pieces(whole: _Exported, source: Source | None) -> Iterator[_Exported]:
@@ -181,13 +189,23 @@ def _write_tensors(folder: Path, checkpoint: Path, parameters: Sequence[_Exporte
             if one.place
             for name, shape in one.saved_shapes.items()
         }
-        read_tensors(checkpoint, {name: window for each in (*windows, wholes) for name, window in each.items()})
+        _read(checkpoint, (*windows, wholes))
         tensors |= {one.name: wholes[next(iter(one.saved_shapes))][one.place] for one in part if one.place}
         save_file(tensors, folder / file, {"format": "pt"})
         shutil.copymode(folder / CONFIG, folder / file)  # safetensors leaves it to its owner alone
         sync_path(folder / file)
     if split.is_sharded:
         _write_json(folder / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
+
+
+def _read(checkpoint: Path, windows: Sequence[Mapping[str, Tensor]]) -> None:
+    """Fill windows, by the names of the checkpoint's tensors, from which several may be filled."""
+    first: dict[str, Tensor] = {}
+    pairs = [(first.setdefault(name, window), window) for each in windows for name, window in each.items()]
+    read_tensors(checkpoint, first)
+    for filled, window in pairs:
+        if filled is not window:
+            window.copy_(filled)
 
 
 def _config(model: Model, family: Family, copy_from: Path | None, dtype: torch.dtype) -> dict[str, Any]:
@@ -197,7 +215,9 @@ def _config(model: Model, family: Family, copy_from: Path | None, dtype: torch.d
         labels = {key: value for key, value in read_config(copy_from).items() if key in _LABELS}
     kept = {key: value for key, value in model.config.items() if key not in _FORMATS}
     named = {"architectures": [family.facts.stock.architecture or family.stock.__name__], "model_type": model.family}
-    counted = family.facts.counted(model.layers, model.config)
+    counted = family.facts.counted(without_mtp(model.layers), model.config)
+    if DEPTHS_KEY in keys_of(family.stock.config_class):
+        counted[DEPTHS_KEY] = mtp_layers(model.layers)
     return {**kept, **counted, **labels, **named, "dtype": str(dtype).removeprefix("torch.")}
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -21,6 +22,7 @@ from shardwright.io import BadInput, check_regular, read_object, sha256_of_file,
 from shardwright.models.alike import QUANTIZED, read_configuration
 from shardwright.models.alike import read_config as read_keys_of
 from shardwright.models.config_keys import without_notes
+from shardwright.models.mtp import DEPTHS_KEY, mtp_depth, without_mtp
 from shardwright.plan.layout import Box
 from shardwright.types import HEAD, Model
 from shardwright_train.models.base import Family
@@ -198,6 +200,9 @@ def open_weights(folder: Path, model: Model, family: Family, allow_new: bool, ad
     stock: Any = family.stock_model(model)
     shapes = {name: tuple(x.shape) for name, x in stock.state_dict().items()}
     aliases: dict[str, str] = dict(stock.all_tied_weights_keys)
+    copies = family.copies(model)
+    shapes |= {name: shapes[owner] for name, owner in copies.items()}
+    aliases |= {name: aliases.get(owner, owner) for name, owner in copies.items()}
     matches: dict[str, tuple[Stored, ...]] = {}
     surplus: list[str] = []
     renamings, converters = _by_kind(get_model_conversion_mapping(stock))
@@ -221,7 +226,8 @@ def open_weights(folder: Path, model: Model, family: Family, allow_new: bool, ad
     blocks = tuple(f"{parts.path}." for parts in family.parts.values())
     if inner := [name for name in surplus if name.startswith(blocks) and not family.may_lack(model, name)]:
         raise BadInput(folder, f"has tensors that the model's blocks do not: {listed(inner)}", _REMEDY)
-    head = {family.hugging_face_name(model, HEAD, name) for name in family.parameter_names(model, HEAD)}
+    drawn = (HEAD, *(f"layers[{i}]" for i, kind in enumerate(model.layers) if mtp_depth(kind)))
+    head = {family.hugging_face_name(model, each, p) for each in drawn for p in family.parameter_names(model, each)}
     for name, stored_name in stored_names(stock, tuple(pieces)).items():
         if (problem := pieces[name].wrong(name, stored_name, is_whole=name in matches)) is not None:
             raise BadInput(folder, problem, _REMEDY)
@@ -278,7 +284,7 @@ def _missing(folder: Path, missing: set[str], head: set[str], allow_new: bool) -
     if missing - head:
         raise BadInput(folder, f"lacks {listed(missing - head)}", "fetch the whole model, or its own configuration")
     if missing and not allow_new:
-        problem = f"lacks {listed(missing)} of the model's head"
+        problem = f"lacks {listed(missing)} of the model's head, or of layers that predict further tokens"
         raise BadInput(folder, problem, "use a folder that has them, or initialize them with --new-weights")
     return tuple(sorted(missing))
 
@@ -292,10 +298,11 @@ def _check_configuration(file: Path, config: Mapping[str, Any], model: Model, fa
         if not model.is_traced:
             config, _ = without_notes(family.facts, config)
             check_only(config, family.facts)
-        given, wanted = family.configured(config).to_dict(), family.configuration(model).to_dict()
+        main = replace(model, layers=without_mtp(model.layers))
+        given, wanted = family.configured(config).to_dict(), family.configuration(main).to_dict()
     except ValueError as error:
         raise BadInput(file, str(error), "correct the configuration") from None
-    free = set(PreTrainedConfig().to_dict()) | {*family.facts.keys.ignored, *family.facts.dropouts.keys}
+    free = set(PreTrainedConfig().to_dict()) | {*family.facts.keys.ignored, *family.facts.dropouts.keys, DEPTHS_KEY}
     for key in sorted(set(given) | set(wanted)):
         if given.get(key) != wanted.get(key) and key not in free and not _FREE.fullmatch(key):
             raise BadInput(file, f"{key} is {given.get(key)}, but {wanted.get(key)} in the plan's model", _REMEDY)
