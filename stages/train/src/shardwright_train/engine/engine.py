@@ -80,6 +80,12 @@ class Engine:
         """Return the tensors of a checkpoint by name: parameters, and the optimizer states of trained ones."""
         return {**self.optimizer.parameters, **self.optimizer.state()}
 
+    def expert_orders(self) -> dict[str, tuple[int, ...]]:
+        """Return the experts along the first dim of the tensors that have them in another order."""
+        orders = self.stage.expert_orders()
+        states = [(name, name.removeprefix("optim.").rpartition(".")[0]) for name in self.optimizer.state()]
+        return orders | {state: orders[name] for state, name in states if name in orders}
+
 
 def offloaded_parameters(stage: Stage, kinds: Collection[Offload]) -> frozenset[str]:
     """The names of a stage's parameters in layers that offload one of these."""
