@@ -38,6 +38,7 @@ def saved(folder: Path, engine: Engine, identity: Identity) -> Path:
         asynchronous=False,
         group=dist.group.WORLD,
         bytes_in_all=total_bytes(engine.tensors()),
+        expert_orders=engine.expert_orders(),
     )
     samples = STEP * identity.global_batch_size
     saver.save(engine.tensors(), msgspec.structs.replace(Progress.begin(1.0), step=STEP, samples=samples, updates=STEP))
@@ -70,7 +71,7 @@ def main(plans_file: str, folder: str, result_file: str, *checkpoints: str) -> N
                 found[plan.name] = outcomes(engine, plan, range(2, 4))
             for kept in map(Path, checkpoints):
                 engine = engine_of(plan, world, groups, settings=SETTINGS, updates=1)
-                read_tensors(kept, engine.tensors())
+                read_tensors(kept, engine.tensors(), engine.expert_orders())
                 found[f"{kept.parent.name}\n{plan.name}"] = outcomes(engine, plan, range(2, 4))
         if world.rank == 0:
             Path(result_file).write_text(json.dumps(found))

@@ -40,6 +40,7 @@ from shardwright.io import read_document
 from shardwright.models.mtp import mtp_layers
 from shardwright.optimizers.matrices import matrix_dims
 from shardwright.plan.expert_load import expert_slices
+from shardwright.plan.expert_placement import experts_by_place
 from shardwright.plan.layout import parameter_box
 from shardwright.types import EMBEDDING, HEAD, LOW_RANK, Model, Plan, Plans
 from shardwright_train.data.share import Batch, with_boundaries
@@ -216,6 +217,8 @@ def part_of_rank(values: dict[str, Tensor], stage: Stage, buffers: bool = False)
             box = parameter_box(parameter, layer.parallel.unit_of[local].strategy, me)
             value = whole[names[local]]
             value = from_file(value, parameter) if LOW_RANK in local else value.view(parameter.shape)
+            if parameter.ep_dim == 0 and (order := experts_by_place(stage.context.plan, layer.name)) is not None:
+                value = value[list(order)]
             found.append(value[tuple(slice(low, high) for low, high in box)])
     return found
 

@@ -19,6 +19,8 @@ from shardwright.types import (
 )
 
 MODELS = (tiny("mixtral", num_local_experts=8), tiny("qwen3_moe"), tiny("gpt_oss"), tiny("deepseek_v3"))
+PLACED_BUT_EVERY = 7
+"""Plans have placed experts but for one in so many."""
 WEIGHTED_FIRST = tiny("llama4_text")
 """A model whose experts take in weighted positions."""
 
@@ -35,7 +37,20 @@ def with_shared_experts(plan: Plan, number: int) -> Plan:
     """The same plan, in which ranks share out the experts of every layer whose ranks have positions of their own."""
     draw = random.Random(f"{plan.name}/{number}")
     layers = tuple(_experts_shared(plan.model, layer, draw) for layer in plan.layers)
-    return msgspec.structs.replace(plan, name=f"shared {plan.name}", layers=layers)
+    shared = msgspec.structs.replace(plan, name=f"shared {plan.name}", layers=layers)
+    return with_placed_experts(shared, number) if number % PLACED_BUT_EVERY else shared
+
+
+def with_placed_experts(plan: Plan, number: int) -> Plan:
+    """The same plan, in which ranks have experts of any numbers, in any order; most layers of those that can."""
+    draw, entries = random.Random(f"placed {plan.name}/{number}"), list[tuple[tuple[int, ...], ...]]()
+    for layer in plan.layers:
+        ep_size, experts = layer.experts.ep_size if layer.experts else 1, plan.model.types[layer.type].experts
+        size = experts.number // ep_size if experts else 0
+        order = draw.sample(range(size * ep_size), size * ep_size)
+        placed = ep_size > 1 and order != sorted(order) and draw.random() < 0.8
+        entries.append(tuple(tuple(order[i * size :][:size]) for i in range(ep_size)) if placed else ())
+    return msgspec.structs.replace(plan, expert_placement=tuple(entries)) if any(entries) else plan
 
 
 def _experts_shared(model: Model, layer: LayerStrategy, draw: random.Random) -> LayerStrategy:

@@ -71,7 +71,7 @@ def passed_on(first: Plan, second: Plan, folder: Path, world: World, groups: Gro
     straight = shards(engine)
     for parameter in engine.optimizer.parameters.values():
         local_tensor(parameter.detach()).fill_(torch.nan)
-    read_tensors(checkpoint, engine.tensors())
+    read_tensors(checkpoint, engine.tensors(), engine.expert_orders())
     resumed = shards(engine)
     saved(folder / "second", engine, identity)
     reference = made_by_first(world, Loaded, second, folder / "single")

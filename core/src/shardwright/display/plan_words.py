@@ -57,13 +57,18 @@ def headline(plan: Plan) -> str:
     return (
         f"plan {plan.name}: {plan.model.name} on {plan.cluster.name}, batch {plan.global_batch_size} in "
         f"{plan.num_microbatches} microbatches of {plan.microbatch_samples}, "
-        f"{len(plan.stages)} pipeline stage(s), {plan.schedule}{optimizer_words(plan)}"
+        f"{len(plan.stages)} pipeline stage(s), {plan.schedule}{optimizer_words(plan)}{_placement_words(plan)}"
     )
 
 
 def optimizer_words(plan: Plan) -> str:
     """Return the words about a plan's optimizer; empty for AdamW, the default."""
     return "" if plan.optimizer == ADAMW.name else f", optimizer {plan.optimizer}"
+
+
+def _placement_words(plan: Plan) -> str:
+    placed = sum(map(bool, plan.expert_placement or ()))
+    return f", experts of {placed} layer(s) placed" if placed else ""
 
 
 def stage_lines(plan: Plan) -> list[str]:

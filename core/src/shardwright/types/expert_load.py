@@ -1,5 +1,6 @@
 """The load of experts that a run logged: the positions routed to each, which decide the fullest rank's work."""
 
+from collections.abc import Sequence
 from math import isclose
 from typing import Annotated
 
@@ -51,7 +52,11 @@ class LayerLoad(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if len(self.shares) % ep_size:
             raise ValueError(f"ep_size {ep_size} does not divide {len(self.shares)} experts")
         size = len(self.shares) // ep_size
-        return ep_size * max(sum(self.shares[first : first + size]) for first in range(0, len(self.shares), size))
+        return self.placed_imbalance([range(first, first + size) for first in range(0, len(self.shares), size)])
+
+    def placed_imbalance(self, groups: Sequence[Sequence[int]]) -> float:
+        """Return the load of the fullest of given groups of experts divided by the mean group's, by the shares."""
+        return len(groups) * max(sum(self.shares[expert] for expert in group) for group in groups)
 
 
 class ExpertLoad(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):

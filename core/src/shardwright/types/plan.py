@@ -172,6 +172,17 @@ def _misfit_of_experts(kind: LayerType, strategy: Strategy) -> str | None:
     return None
 
 
+def _misfit_of_placement(groups: tuple[tuple[int, ...], ...], kind: LayerType, layer: LayerStrategy) -> str | None:
+    """Return why experts cannot be on groups of ranks so, or None if they can."""
+    if kind.experts is UNSET or layer.experts is UNSET or layer.experts.ep_size == 1:
+        return "its layer has no ep_size above 1: leave it empty"
+    number, ep_size = kind.experts.number, layer.experts.ep_size
+    placed = [expert for group in groups for expert in group]
+    if len(groups) != ep_size or len({len(group) for group in groups}) > 1 or sorted(placed) != list(range(number)):
+        return f"it is not each of the {number} experts once, in {ep_size} groups of equal size"
+    return "it is the order without it: leave it empty" if placed == sorted(placed) else None
+
+
 class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A way to train a model on a cluster; self-contained: it can be trained, exported or priced again."""
 
@@ -212,10 +223,14 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Strategy of the head on the last pipeline stage."""
     layers: tuple[LayerStrategy, ...]
     """Strategy of each layer on its pipeline stage; one entry per layer of the model, in order."""
+    expert_placement: tuple[tuple[tuple[NonNegativeCount, ...], ...], ...] | UnsetType = UNSET
+    """Numbers of the experts that each of a layer's `ep_size` groups of ranks holds, one entry per layer of the model;
+    an empty one, and without the field each: groups of neighbours."""
 
     def __post_init__(self) -> None:
         self._check_ranks()
         self._check_layer_ranges()
+        self._check_placement()
         if self.global_batch_size % self.num_microbatches:
             raise ValueError(
                 f"num_microbatches {self.num_microbatches} does not divide global_batch_size {self.global_batch_size}"
@@ -322,6 +337,17 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
             position = high
         if position != len(expected):
             raise ValueError(f"the pipeline stages hold {position} of {len(expected)} layers")
+
+    def _check_placement(self) -> None:
+        if self.expert_placement is UNSET:
+            return
+        if (entries := len(self.expert_placement)) != len(self.layers):
+            raise ValueError(f"{entries} entries of expert_placement for a model of {len(self.layers)} layers")
+        if not any(self.expert_placement):
+            raise ValueError("expert_placement places no experts: leave it out")
+        for i, (groups, layer) in enumerate(zip(self.expert_placement, self.layers, strict=True)):
+            if groups and (problem := _misfit_of_placement(groups, self.model.types[layer.type], layer)) is not None:
+                raise ValueError(f"expert_placement[{i}]: {problem}")
 
     def _check_empty(self, index: int, layer: int) -> None:
         """Raise ValueError for a layer range without blocks, embedding or head in a stage that has no other layers.

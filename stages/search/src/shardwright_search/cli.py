@@ -27,6 +27,7 @@ APP = CommandLine(
         "models": Command(options.ModelsOptions, f"{_COMMANDS}.listing:list_models"),
         "grid": Command(options.GridOptions, f"{_COMMANDS}.grid:grid"),
         "import galvatron": Command(options.ImportGalvatronOptions, f"{_SYSTEMS}.galvatron:import_galvatron"),
+        "place": Command(options.PlaceOptions, f"{_COMMANDS}.place:place"),
         "rent": Command(RentOptions, f"{_COMMANDS}.rent:rent"),
         "simulate": Command(options.SimulateOptions, f"{_COMMANDS}.explain:simulate_plan"),
         "uniform": Command(options.UniformOptions, f"{_COMMANDS}.given_plans:uniform"),

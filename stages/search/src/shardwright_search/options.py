@@ -160,6 +160,26 @@ class EvaluateOptions(ProfileOptions, frozen=True, kw_only=True):
     """How times are read off the profile; sequence: at any length, too."""
 
 
+class PlaceOptions(Options, frozen=True, kw_only=True):
+    """Place each layer's experts on ranks so that the fullest gets as little as possible of a load that a run logged.
+
+    Shows the fullest rank's positions over the mean rank's before and after, and a lower bound; with profiles also what
+    a step gains. A run under the new plan resumes from checkpoints of the old one.
+    """
+
+    plan: Annotated[Path, POSITIONAL]
+    """Plan file (shardwright.plan, JSON)."""
+    load: Path
+    """Load of experts of a run of the model (shardwright.expert_load, JSON)."""
+    out: Path
+    """Plan file to write."""
+    hardware: tuple[Path, ...] = ()
+    """Hardware profile of the cluster (HDF5), of a mixed one for each device: with --profile, the times of a step are
+    shown, and OUT.prediction.json is written too."""
+    profile: tuple[Path, ...] = ()
+    """Model profile (HDF5): see --hardware."""
+
+
 class SimulateOptions(ProfileOptions, frozen=True, kw_only=True):
     """Simulate a step of a plan: its time (ms), a lower bound, the closed form, and how much each stage idles."""
 

@@ -1,5 +1,6 @@
 """The load of experts under expert parallelism: as logged by a run, or a stated ratio."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,14 @@ class LoadFile(NamedTuple):
         """Return the rows of the fullest of `ep_size` groups of experts over the mean group's."""
         return imbalances(self.load, model, ep_size)[type_name]
 
+    def placed_imbalance(self, layer: int, groups: Sequence[Sequence[int]]) -> float:
+        """Return the same of the given groups of one layer's experts; raise BadInput if no run logged that layer."""
+        for one in self.load.layers:
+            if one.layer == layer:
+                return one.placed_imbalance(groups)
+        problem = f"has no load of layer {layer}, whose experts the plan places"
+        raise BadInput(self.path, problem, "give the load of a run that logged every layer")
+
     def check(self, model: Model) -> None:
         """Raise BadInput if the load belongs to other experts than a model's."""
         if (problem := load_misfit(self.load, model)) is not None:
@@ -33,6 +42,10 @@ class StatedLoad(NamedTuple):
     def imbalance(self, _model: Model, _type_name: str, ep_size: int) -> float:
         """Return the ratio, limited to `ep_size`, at which one group has all rows."""
         return min(self.ratio, float(ep_size))
+
+    def placed_imbalance(self, _layer: int, groups: Sequence[Sequence[int]]) -> float:
+        """Return the ratio, which holds for experts wherever they are."""
+        return min(self.ratio, float(len(groups)))
 
     def check(self, _model: Model) -> None:
         """Accept any model: a ratio does not depend on it."""

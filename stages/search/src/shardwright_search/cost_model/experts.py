@@ -11,7 +11,7 @@ from shardwright.plan.axes import axes_of
 from shardwright.plan.communication import Cause, Message, region_messages, tensors_of
 from shardwright.plan.expert_messages import rank_positions
 from shardwright.plan.schedules.passes import Pass
-from shardwright.types import LayerStrategy, Model, Recompute, Strategy
+from shardwright.types import LayerStrategy, Model, Plan, Recompute, Strategy
 from shardwright.types.dispatcher import Dispatcher
 from shardwright.types.hardware_profile import Collective, GroupKind
 from shardwright.types.model_profile import LayerFigures
@@ -33,6 +33,14 @@ def imbalance_of(profiles: Profiles, model: Model, type_name: str, strategy: Lay
     if profiles.load is None or grid is None:
         return 1.0
     return profiles.load.imbalance(model, type_name, axes_of(grid).dense.experts.size)
+
+
+def placed_imbalance(profiles: Profiles, plan: Plan, number: int) -> float | None:
+    """Return the same ratio of a layer whose experts a plan places; None if it does not."""
+    groups = plan.expert_placement[number] if plan.expert_placement else ()
+    if not groups or profiles.load is None:
+        return None
+    return profiles.load.placed_imbalance(number, groups)
 
 
 def even_load(model: Model, type_name: str, strategy: LayerStrategy, samples: int) -> tuple[ExpertKey, float]:
@@ -63,13 +71,13 @@ def exchange_times(
     topology: StageTopology,
     samples: int,
     itemsize: int,
+    fullest: float,
 ) -> tuple[Duration, ...]:
     """Return the time in which rows are sent to their experts' ranks and back, in each kind of pass.
 
-    The fullest rank gets more than others send, and they wait for it.
+    The fullest rank gets `fullest` times what others send, and they wait for it.
     """
-    grid, fullest = strategy.expert_grid, imbalance_of(profiles, model, type_name, strategy)
-    experts = model.types[type_name].experts
+    grid, experts = strategy.expert_grid, model.types[type_name].experts
     assert grid is not None and experts is not UNSET
     axes = axes_of(grid).dense
     sent = [m for m in region_messages(model, type_name, strategy, samples, itemsize, 1) if is_exchange(m)]

@@ -118,7 +118,7 @@ class MovedActivations(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """The features of a plan's shape on which the time of a layer's passes depends."""
+    """The features of a plan, besides a layer's strategy, on which the time of the layer's passes depends."""
 
     alternate: bool = False
     """Whether a rank can compute another micro-batch's passes while a layer exchanges rows."""
@@ -126,6 +126,8 @@ class Turns(NamedTuple):
     """Whether the plan is a pipeline between nodes."""
     ties: bool = False
     """Whether the one stage of the plan has embedding and head, and holds what they tie once."""
+    placed: float | None = None
+    """Rows of the fullest rank over the mean rank's, of a layer whose experts are placed; None: as of its type."""
 
 
 def has_other_passes(pp_size: int, num_microbatches: int, num_chunks: int) -> bool:
@@ -414,7 +416,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     ) -> tuple[ComputeCost, list[Duration], Passes]:
         """Return the costs of a micro-batch's passes: computation, further messages, and the host's least time."""
         views, rank_samples = topology.each_type, axes_of(strategy).rank_samples(samples)
-        compute = slowest_compute([self._compute(type_name, strategy, on, rank_samples) for on in views])
+        compute = slowest_compute([self._compute(type_name, strategy, on, rank_samples, turns) for on in views])
         if type_name == HEAD and self.loss_chunks > 1:
             chunks = LossChunks(self.loss_chunks, self.model, self.precision)
             states = max((self._states(type_name, strategy, on) for on in views), key=lambda each: each.optimizer_s)
@@ -484,7 +486,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         return states_of(self.profiles_on(topology.node_type), type_name, tp_size)
 
     def _compute(
-        self, type_name: str, strategy: Strategy, topology: StageTopology, micro_batch_size: int
+        self, type_name: str, strategy: Strategy, topology: StageTopology, micro_batch_size: int, turns: Turns
     ) -> ComputeCost:
         """Return the cost of the layer as measured, or rounded up to a measured degree with a warning."""
         ranks, length = axes_of(strategy).region.size, self.model.sequence_length
@@ -492,7 +494,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         key = LayerKey.from_strategy(type_name, strategy, tp_size=probed, sequence_length=length)
         if isinstance(strategy, LayerStrategy) and shares_experts(strategy):
             samples = micro_batch_size * layout_of(strategy).samples.size
-            cost = self._beside_experts(topology.node_type, key, micro_batch_size, strategy, samples)
+            cost = self._beside_experts(topology.node_type, key, micro_batch_size, strategy, samples, turns)
         else:
             cost = self._measured(topology.node_type, key, micro_batch_size, axes_of(strategy).context.size)
         if probed == ranks:
@@ -513,13 +515,23 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     def _measured(self, node_type: str, key: LayerKey, micro_batch_size: int, parts: int) -> ComputeCost:
         return shared_layer_cost(self.profiles_on(node_type), key, micro_batch_size, parts, self.time_model)
 
+    def _fullest(self, profiles: Profiles, type_name: str, strategy: LayerStrategy, turns: Turns) -> float:
+        """Return the rows of the rank with the most over the mean rank's."""
+        return imbalance_of(profiles, self.model, type_name, strategy) if turns.placed is None else turns.placed
+
     def _beside_experts(
-        self, node_type: str, key: LayerKey, micro_batch_size: int, strategy: LayerStrategy, samples: int
+        self,
+        node_type: str,
+        key: LayerKey,
+        micro_batch_size: int,
+        strategy: LayerStrategy,
+        samples: int,
+        turns: Turns,
     ) -> ComputeCost:
         """Return the cost of a layer with expert parallelism: its experts', and the remainder's."""
         profiles = self.profiles_on(node_type)
         expert_key, rows = even_load(self.model, key.type, strategy, samples)
-        experts = expert_cost(profiles, expert_key, rows * imbalance_of(profiles, self.model, key.type, strategy))
+        experts = expert_cost(profiles, expert_key, rows * self._fullest(profiles, key.type, strategy, turns))
         keys = (key, msgspec.structs.replace(key, recompute=Recompute.NONE))
         shared = micro_batch_size, axes_of(strategy).context.size, self.time_model
         rest, kept = (shared_layer_cost(profiles.beside_experts, each, *shared) for each in keys)
@@ -542,7 +554,8 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         times.append(context_times(profiles, context, topology, compute.attention))
         if isinstance(strategy, LayerStrategy) and shares_experts(strategy):
             shared = strategy, topology, samples, self.compute_bytes
-            exchanges = exchange_times(profiles, self.model, type_name, *shared)
+            fullest = self._fullest(profiles, type_name, strategy, turns)
+            exchanges = exchange_times(profiles, self.model, type_name, *shared, fullest)
             overlapped = profiles.exchange is not None and profiles.exchange.overlapped
             if overlapped and turns.alternate and not strategy.recompute.replays_experts:
                 exchanges = beside_other_passes(profiles, exchanges, compute.figures)

@@ -82,7 +82,7 @@ def evaluate(plan: Plan, profiles: Profiles, costs: CostModel | None = None, tim
     Raises BadInput for a field that has no price, and when a profile is of another model, device or precision, or lacks
     a point.
     """
-    known = ("optimizer", "precision.base", "loss_chunks", "layers.offload")
+    known = ("optimizer", "precision.base", "loss_chunks", "layers.offload", "expert_placement")
     check_fields(plan, f"plan {plan.name}", "the cost model", known)
     check_offload(plan, f"plan {plan.name}")
     check_profiles(profiles, plan.model, plan.cluster, plan.precision, plan.attention, plan.compile)

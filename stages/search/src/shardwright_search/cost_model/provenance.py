@@ -70,6 +70,8 @@ def _load_lines(plan: Plan, profiles: Profiles) -> Iterator[str]:
         yield "assumed: all experts get as many positions: imbalance takes the load of a run"
     elif isinstance(profiles.load, StatedLoad):
         yield f"assumed: the fullest rank's experts get up to {profiles.load.ratio:g} times the mean rank's positions"
+    elif plan.expert_placement:
+        yield "assumed: placed experts get their mean shares of the load: peaks of single steps are not known of them"
 
 
 def _device_lines(plan: Plan, profiles: Profiles) -> Iterator[str]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import lru_cache, reduce
 from itertools import chain, pairwise
 from operator import attrgetter, mul
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -17,7 +17,8 @@ from shardwright.plan.schedules.passes import Pass
 from shardwright.plan.schedules.registry import schedule_of
 from shardwright.types import EMBEDDING, HEAD, Plan, Strategy
 from shardwright_search.cost_model.collectives import largest_slowdowns
-from shardwright_search.cost_model.layer import Cost, CostModel, Gather, LayerCost
+from shardwright_search.cost_model.experts import placed_imbalance
+from shardwright_search.cost_model.layer import Cost, CostModel, Gather, LayerCost, Turns
 from shardwright_search.cost_model.topology import StageTopology, stage_topology
 from shardwright_search.simulation.reduction import Overlap, Reduction
 from shardwright_search.simulation.simulator import StageTimes
@@ -37,6 +38,7 @@ from shardwright_search.step.memory import (
 _NOTHING = Cost(0, None)
 _ESTIMATED = "estimated: the share of backward passes that weight passes take"
 Layer = tuple[str, Strategy]
+_OfLayer = TypeVar("_OfLayer")
 
 
 class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
@@ -219,11 +221,12 @@ def range_costs(plan: Plan, costs: CostModel) -> list[RangeCosts]:
     for i in range(1, len(ranges)):
         transfers.append(_transfer(costs, ends[i - 1], entered[i], ranks[i - 1], ranks[i], samples))
     transfers.append(_NO_TRANSFER)
-    turns = costs.turns(len(plan.stages), plan.num_microbatches, len(plan.stages[0].layers))
+    turns, single = _turns(plan, costs), plan.num_microbatches == 1
     priced_ranges = []
     for index, layers in enumerate(ranges):
         topology = stage_topology(plan.cluster, ranks[index])
-        priced = tuple(costs.layer(name, s, topology, samples, plan.num_microbatches == 1, turns) for name, s in layers)
+        turned = zip(layers, turns[index], strict=True)
+        priced = tuple(costs.layer(name, s, topology, samples, single, each) for (name, s), each in turned)
         before = [ends[index - 1]] if transfers[index].redistributed else []
         forward, backward = _moves(costs, [*before, *layers], topology, samples)
         sent, sends = transfers[index].send, transfers[index + 1].send
@@ -377,10 +380,23 @@ def _moves(
 
 def _layers(plan: Plan) -> list[list[Layer]]:
     """Return type and strategy of each range's layers, in order; the embedding and the head are at the ends."""
+    embedding, head = (EMBEDDING, _plain(plan.embedding)), (HEAD, _plain(plan.head))
+    return _by_range(plan, embedding, [(layer.type, _plain(layer)) for layer in plan.layers], head)
+
+
+def _turns(plan: Plan, costs: CostModel) -> list[list[Turns]]:
+    """Return what the time of each range's layers depends on besides their strategies."""
+    shape = costs.turns(len(plan.stages), plan.num_microbatches, len(plan.stages[0].layers))
+    placed = (placed_imbalance(costs.profiles, plan, number) for number in range(len(plan.layers)))
+    return _by_range(plan, shape, [shape if each is None else shape._replace(placed=each) for each in placed], shape)
+
+
+def _by_range(plan: Plan, embedding: _OfLayer, blocks: Sequence[_OfLayer], head: _OfLayer) -> list[list[_OfLayer]]:
+    """Return values of the layers by range, in the order in which a micro-batch goes through them."""
     bounds = [stage.layers[chunk] for chunk in range(len(plan.stages[0].layers)) for stage in plan.stages]
-    ranges: list[list[Layer]] = [[(layer.type, _plain(layer)) for layer in plan.layers[a:b]] for a, b in bounds]
-    ranges[0].insert(0, (EMBEDDING, _plain(plan.embedding)))
-    ranges[-1].append((HEAD, _plain(plan.head)))
+    ranges = [list(blocks[low:high]) for low, high in bounds]
+    ranges[0].insert(0, embedding)
+    ranges[-1].append(head)
     return ranges
 
 

@@ -41,7 +41,7 @@ def node_types_table(plan: Plan, estimate: Estimate) -> SplitTable | None:
 
 _FIELDS = (
     "cluster", "global_batch_size", "num_microbatches", "schedule", "gradient_reduction", "precision", "optimizer",
-    "attention", "fused", "compile", "loss_chunks",
+    "attention", "fused", "compile", "loss_chunks", "expert_placement",
 )  # fmt: skip
 STEP_TERMS = ("gradient_sync", "optimizer")
 """Terms of time that come once a step, not with every microbatch."""
@@ -300,6 +300,8 @@ def _value(plan: Plan, field: str) -> object:
         return f"{plan.cluster.name} of {plan.cluster.num_devices} devices"
     if field == "precision":
         return plan.precision.text
+    if field == "expert_placement":
+        return f"{sum(map(bool, plan.expert_placement or ()))} layers"
     return getattr(plan, field)
 
 

@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
@@ -42,6 +42,8 @@ class Saver:
     """Gloo group of the whole world, reserved for the writer thread."""
     bytes_in_all: int
     """Bytes of a checkpoint's tensors over all ranks."""
+    expert_orders: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Experts along the first dim of tensors that have them in another order."""
     began: Beginning = field(default_factory=Beginning)
     """Origin of the run's own global batches."""
     locks: tuple[HeldLock, ...] = ()
@@ -60,7 +62,7 @@ class Saver:
         """
         self.finish()
         self._first(lambda: check_room(self.folder, self.bytes_in_all))
-        parts = parts_to_save(tensors)
+        parts = parts_to_save(tensors, self.expert_orders)
         if self.asynchronous and not wait:
             if not self._buffer:
                 self._buffer.append(HostBuffer(parts))

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import math
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,12 +22,15 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwright.io import BadInput, system_fault
 from shardwright.launch.backend import on_accelerator
+from shardwright.plan.expert_placement import neighbours
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.world import GroupChannel
 
@@ -47,22 +50,40 @@ class TensorShard(NamedTuple):
     local: Tensor
 
 
-def parts_to_save(tensors: Mapping[str, Tensor]) -> tuple[TensorShard, ...]:
+ExpertOrders = Mapping[str, Sequence[int]]
+"""Experts along the first dim of those tensors of a plan that have them in another order than checkpoints."""
+
+
+def parts_to_save(tensors: Mapping[str, Tensor], orders: ExpertOrders | None = None) -> tuple[TensorShard, ...]:
     """Return the parts of its tensors that this rank saves: each element once over all ranks, balanced by bytes.
 
     No communication is needed: the ranks that hold replicas hold the same tensors in the same order, those of their
-    pipeline stage. A tensor that is no DTensor belongs to this process alone.
+    pipeline stage. A tensor that is no DTensor belongs to this process alone. Experts in another order are parts of
+    their own, but for neighbours.
     """
     mine = _chosen(tensors)
+    held = _shards({name: x for name, x in tensors.items() if name in mine})
+    return tuple(part for shard in held for part in _in_order(shard, orders or {}))
+
+
+def _shards(tensors: Mapping[str, Tensor]) -> Iterator[TensorShard]:
+    """Yield what this rank holds of tensors, of each with any elements here."""
     planner = DefaultSavePlanner()
-    planner.set_up_planner({name: x for name, x in tensors.items() if name in mine})
-    return tuple(
-        TensorShard(
-            item.index.fqn, tuple(item.tensor_data.chunk.offsets), local_tensor(tensors[item.index.fqn].detach())
-        )
-        for item in planner.create_local_plan().items
-        if item.tensor_data is not None and item.tensor_data.chunk.sizes.numel()
-    )
+    planner.set_up_planner(dict(tensors))
+    for item in planner.create_local_plan().items:
+        if item.tensor_data is not None and item.tensor_data.chunk.sizes.numel():
+            name, offsets = item.index.fqn, tuple(item.tensor_data.chunk.offsets)
+            yield TensorShard(name, offsets, local_tensor(tensors[name].detach()))
+
+
+def _in_order(shard: TensorShard, orders: ExpertOrders) -> Iterator[TensorShard]:
+    """Yield the parts of a shard with experts in the order of checkpoints: the shard, unless its tensor has another."""
+    if (order := orders.get(shard.name)) is None:
+        yield shard
+        return
+    (low, *others), local = shard.offsets, shard.local
+    for here, (first, _) in neighbours(order, low, low + len(local)):
+        yield TensorShard(shard.name, (first, *others), local[here])
 
 
 def _chosen(tensors: Mapping[str, Tensor]) -> set[str]:
@@ -151,22 +172,34 @@ def _empty(place: Tensor, stage: Tensor, filled: Any) -> None:
 
 
 def write_tensors(folder: Path, parts: Sequence[TensorShard], rank: int) -> None:
-    """Write a rank's parts into its file in a folder; raise OSError if the system refuses it."""
-    if parts:
-        write_parts(folder / f"{_prefix(rank)}model-00001-of-00001.safetensors", parts)
+    """Write a rank's parts into its files in a folder; raise OSError if the system refuses it.
+
+    A file has one part of a tensor: of experts in another order there are several.
+    """
+    files = list[list[TensorShard]]()
+    counts = Counter[str]()
+    for part in parts:
+        if counts[part.name] == len(files):
+            files.append([])
+        files[counts[part.name]].append(part)
+        counts[part.name] += 1
+    for number, each in enumerate(files, start=1):
+        write_parts(folder / f"{_prefix(rank)}model-{number:05d}-of-{len(files):05d}.safetensors", each)
 
 
-def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+def read_tensors(folder: Path, tensors: dict[str, Tensor], orders: ExpertOrders | None = None) -> None:
     """Fill the tensors of all ranks in place; raise BadInput on all ranks if the parts that they need are missing.
 
     Outside a world, only this process's are filled. Each rank reads by itself, as all see the same file headers.
+    `orders`: of tensors with experts in another order than the checkpoint's.
     """
 
     def read() -> None:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-                load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), planner=_AnyPadding(), no_dist=True)
+                reader, planner = HuggingFaceStorageReader(str(folder)), _AnyLayout(orders or {})
+                load(tensors, storage_reader=reader, planner=planner, no_dist=True)
         except CheckpointException as error:
             raise _cause(error, folder) from None
 
@@ -200,11 +233,15 @@ def total_bytes(tensors: dict[str, Tensor]) -> int:
     return int(total)
 
 
-class _AnyPadding(DefaultLoadPlanner):
-    """A reader that accepts vocabulary matrices with other padding than in the file.
+class _AnyLayout(DefaultLoadPlanner):
+    """A reader for vocabulary matrices with other padding than in the file, and experts in another order.
 
     The padding is zero under every plan, and stays so: no rank reads it.
     """
+
+    def __init__(self, orders: ExpertOrders) -> None:
+        super().__init__()
+        self._orders, self._parts = orders, dict[str, list[TensorShard]]()
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -221,6 +258,25 @@ class _AnyPadding(DefaultLoadPlanner):
                 padded[name] = dataclasses.replace(saved, size=tensor.size())
                 local_tensor(tensor.detach()).zero_()
         super().set_up_planner(state_dict, dataclasses.replace(metadata, state_dict_metadata=padded), is_coordinator)
+        for shard in _shards({name: x for name, x in state_dict.items() if name in self._orders}):
+            self._parts[shard.name] = list(_in_order(shard, self._orders))
+
+    def create_local_plan(self) -> LoadPlan:
+        """Plan to read each tensor's shard, and of experts in another order each part of it."""
+        assert self.metadata is not None
+        items = [item for item in super().create_local_plan().items if item.dest_index.fqn not in self._orders]
+        for name, parts in self._parts.items():
+            chunks = [ChunkStorageMetadata(torch.Size(part.offsets), part.local.size()) for part in parts]
+            saved = self.metadata.state_dict_metadata[name]
+            assert isinstance(saved, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(name, saved, chunks)
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """Return the tensor that an item is read into."""
+        if index.fqn not in self._orders:
+            return super().lookup_tensor(index)
+        return next(part.local for part in self._parts[index.fqn] if part.offsets == tuple(index.offset or ()))
 
 
 def _cause(error: CheckpointException, folder: Path) -> BadInput:

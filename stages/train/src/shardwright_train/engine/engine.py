@@ -87,6 +87,12 @@ class Engine:
         """
         return {**self.optimizer.parameters, **self.optimizer.state()}
 
+    def expert_orders(self) -> dict[str, tuple[int, ...]]:
+        """Return the experts along the first dim of the tensors that have them in another order."""
+        orders = self.stage.expert_orders()
+        states = [(name, name.removeprefix("optim.").rpartition(".")[0]) for name in self.optimizer.state()]
+        return orders | {state: orders[name] for state, name in states if name in orders}
+
 
 def offloaded_parameters(stage: Stage) -> tuple[dict[str, list[str]], frozenset[str]]:
     """The names of a stage's parameters whose states are in host memory, by layer; and of those that it updates."""

@@ -24,7 +24,7 @@ from shardwright_train.models.masks import Places
 from shardwright_train.models.stock import States, WithLoss
 from shardwright_train.parallel.checkpointing import Recomputation
 from shardwright_train.parallel.collectives import with_transpose
-from shardwright_train.parallel.experts import Counts, dispatch, exchange, expert_products
+from shardwright_train.parallel.experts import Counts, Dispatch, ExpertOrder, dispatch, exchange, expert_products
 from shardwright_train.parallel.low_rank import routing_matrix, with_rows_of_pair
 from shardwright_train.parallel.sharding_rules import BUFFER, INSIDE, Parts, Rule
 from shardwright_train.parallel.tensor import TensorParallel
@@ -246,11 +246,12 @@ def _forward(part: Any, hidden: Tensor) -> Tensor:
     choice = part.choose(x)
     # The loss needs them of each sample, over all ranks that share it; a step, this rank's.
     counts = _counts(choice.experts.view(samples, -1), choice.probabilities.shape[-1])
-    rows = dispatch(choice.experts, counts.sum(0))
+    assignments = counts.sum(0)
+    rows = _dispatched(choice.experts, assignments, None if grid is None else grid.expert_order)
     loss = _loss(choice.probabilities.unflatten(0, (samples, positions)), counts, tensor_parallel, grid is not None)
     # A replay computes it like the pass before, but nothing is noted twice.
     if part.losses is not None:
-        part.losses.append((part.strength * loss, rows.counts))
+        part.losses.append((part.strength * loss, assignments))
     weights, recomputation = rows.sort_copies(choice.weights), tensor_parallel.recomputation
     here = Counts(rows.counts, recomputation.read)
     if grid is None:
@@ -275,6 +276,11 @@ def _with_shared(part: Any, hidden: Tensor, results: Tensor, leave: Callable[[Te
         return results
     always: Tensor = shared(hidden)
     return results + (always if leave is None else leave(always))
+
+
+def _dispatched(index: Tensor, counts: Tensor, order: ExpertOrder | None) -> Dispatch:
+    """The order of positions for the experts `index` [positions, copies], which are on ranks in an order."""
+    return dispatch(index, counts) if order is None else dispatch(order.places[index], counts[order.experts])
 
 
 def _counts(index: Tensor, experts: int) -> Tensor:

@@ -26,7 +26,8 @@ _WIDEST_HEAD = 256
 
 def check_supported(plan: Plan, file: object) -> None:
     """Raise BadInput naming the first part of a plan that the runtime does not support on any device."""
-    further = ("loss_chunks", "layers.offload", *(["optimizer"] if plan.optimizer in OPTIMIZERS_RUN else []))
+    optimizer = ["optimizer"] if plan.optimizer in OPTIMIZERS_RUN else []
+    further = ("loss_chunks", "layers.offload", "expert_placement", *optimizer)
     check_fields(plan, file, "the runtime", further)
     check_offload(plan, file)
     for problem, remedy in _beyond(plan):

@@ -44,6 +44,21 @@ class Counts:
         return self._read(self.tensor)
 
 
+class ExpertOrder(NamedTuple):
+    """The order of a layer's experts over the ranks that shard them, where ranks do not have neighbours."""
+
+    experts: Tensor
+    """The expert at each place [experts]; each rank has equally many places."""
+    places: Tensor
+    """The place of each expert [experts]."""
+
+    @classmethod
+    def of(cls, experts: Sequence[int], device: torch.device) -> "ExpertOrder":
+        """The order of experts by place."""
+        order = torch.tensor(experts, device=device)
+        return cls(order, order.argsort())
+
+
 class Dispatch(NamedTuple):
     """The order of positions for their experts: `copies` of each position, sorted by expert."""
 

@@ -27,6 +27,7 @@ from shardwright_train.parallel.collectives import (
     sum_over_group,
 )
 from shardwright_train.parallel.context import StandIn
+from shardwright_train.parallel.experts import ExpertOrder
 from shardwright_train.parallel.low_rank import LowRankConv1D, LowRankLinear
 from shardwright_train.parallel.rng import Randomness
 from shardwright_train.parallel.sharding_rules import Cut, Rule
@@ -59,6 +60,8 @@ class TensorParallel:
     """Chunks of positions whose logits exist one at a time, recomputed in the backward pass."""
     expert_group: dist.ProcessGroup | None = None
     """Group of ranks over which whole experts are distributed; None if each rank has all of them."""
+    expert_order: ExpertOrder | None = None
+    """Order of the experts over these ranks; None: by number."""
     order: Tensor | None = None
     """Positions of a sample [s] in the order in which ranks hold them; None if the order is unchanged."""
     stand_in: StandIn | None = None

@@ -1,6 +1,6 @@
 """A layer on one rank (embedding, block or head): its stock module, parallelized, initialized and called."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -13,6 +13,7 @@ from shardwright.models.mtp import mtp_depth, mtp_layers
 from shardwright.models.traits import Mask
 from shardwright.plan.axes import axes_of, layout_of
 from shardwright.plan.chunks import chunk_layers
+from shardwright.plan.expert_placement import experts_by_place, neighbours
 from shardwright.plan.layout import Box, parameter_box
 from shardwright.plan.zigzag import position_order, zigzag
 from shardwright.types import EMBEDDING, HEAD, Parameter, Plan, Recompute, Strategy, base_type
@@ -26,6 +27,7 @@ from shardwright_train.parallel.checkpointing import Recomputation
 from shardwright_train.parallel.collectives import Redistribution
 from shardwright_train.parallel.context import StandIn
 from shardwright_train.parallel.data import GradientAllReduce, default_dtype, local_tensor, torch_dtype
+from shardwright_train.parallel.experts import ExpertOrder
 from shardwright_train.parallel.fused import fuse
 from shardwright_train.parallel.host_activations import HostActivations
 from shardwright_train.parallel.low_rank import low_rank_rules
@@ -294,7 +296,7 @@ def build_layer(
     keeps_last = depth > 0 or family.keeps_last_sum(kind, config, plan.precision.compute)
     recomputation = Recomputation(keeps_last, plan.schedule.splits)
     sharings = {
-        root: _sharing(context, each, inside, recomputation)
+        root: _sharing(context, each, inside, recomputation, name if root else "")
         for root, each in {"": strategy, **family.units(kind, strategy)}.items()
     }
     module = _stock_module(context, name, sharings[""].tensor_parallel)
@@ -340,9 +342,12 @@ def _style(
     )
 
 
-def _sharing(context: RankContext, strategy: Strategy, randomness: Randomness, recomputation: Recomputation) -> Sharing:
+def _sharing(
+    context: RankContext, strategy: Strategy, randomness: Randomness, recomputation: Recomputation, experts_of: str
+) -> Sharing:
+    """How a unit of a layer is sharded; `experts_of`: the layer's name if the unit is its experts, else empty."""
     plan, groups = context.plan, context.groups
-    mesh = groups.mesh(plan, strategy)
+    mesh, experts = groups.mesh(plan, strategy), experts_by_place(plan, experts_of)
     tensor_parallel = TensorParallel(
         axis=mesh["tp"],
         sequence_group=groups.sequence_group(plan, strategy),
@@ -356,6 +361,7 @@ def _sharing(context: RankContext, strategy: Strategy, randomness: Randomness, r
         order=context.order,
         stand_in=context.stand_in,
         expert_group=mesh["ep"].get_group() if "ep" in (mesh.mesh_dim_names or ()) else None,
+        expert_order=None if experts is None else ExpertOrder.of(experts, context.device),
     )
     return Sharing(strategy, mesh, tensor_parallel)
 
@@ -393,13 +399,27 @@ def _begin(context: RankContext, parallel: ParallelModule, name: str, parameters
 def _fill(context: RankContext, parallel: ParallelModule, name: str, parameters: Mapping[str, Parameter]) -> None:
     """Fill the shards with their part of the layer's initial weights, given or drawn."""
     model, family = context.plan.model, context.family
-    fillings = family.fillings(model, name)
+    fillings, order = family.fillings(model, name), experts_by_place(context.plan, name)
     for local_name, parameter in parallel.module.named_parameters():
         description = parameters[local_name]
-        box = parameter_box(description, parallel.unit_of[local_name].strategy, context.me)
-        window = local_tensor(parameter.detach())[tuple(slice(0, high - low) for low, high in box)]
+        held = parameter_box(description, parallel.unit_of[local_name].strategy, context.me)
+        shard = local_tensor(parameter.detach())[tuple(slice(0, high - low) for low, high in held)]
         stock_name = family.hugging_face_name(model, name, local_name)
-        if context.weights is not None and context.weights.read(window, stock_name, description.shape, box):
-            continue
         key = context.seed, family.full_name(model, name, local_name)
-        fill(window, fillings[local_name], description.shape, box, *key)
+        for here, box in _blocks(held, order if description.ep_dim == 0 else None):
+            window = shard[here]
+            if context.weights is None or not context.weights.read(window, stock_name, description.shape, box):
+                fill(window, fillings[local_name], description.shape, box, *key)
+
+
+def _blocks(box: Box, order: Sequence[int] | None) -> Iterator[tuple[Any, Box]]:
+    """Yield the blocks of a parameter that a shard consists of: where each lies in the shard, and its box.
+
+    `order`: the experts along the first dim of `box`, where they are not in order.
+    """
+    if order is None:
+        yield ..., box
+        return
+    (low, high), *others = box
+    for here, experts in neighbours(order, low, high):
+        yield here, (experts, *others)

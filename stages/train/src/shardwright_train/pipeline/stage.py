@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from shardwright.plan.axes import layout_of
 from shardwright.plan.chunks import chunk_layers, has_backward, incoming_layout, needs_gradient
 from shardwright.plan.expert_load import expert_slices
+from shardwright.plan.expert_placement import experts_by_place
 from shardwright.plan.schedules.passes import Action
 from shardwright.types import EMBEDDING, HEAD, BoundaryTensor, DataParallel
 from shardwright_train.data.share import Batch
@@ -166,6 +167,15 @@ class Stage:
         owner_name, model = self.context.family.owner_name, self.context.plan.model
         owners = (owner_name(model, layer.name, name) for layer, name, _ in self.parameters())
         return dict(zip(self.parameters_by_name(), owners, strict=True))
+
+    def expert_orders(self) -> dict[str, tuple[int, ...]]:
+        """The experts along the first dim of parameters that have them in another order, by Hugging Face name."""
+        model, plan, found = self.context.plan.model, self.context.plan, dict[str, tuple[int, ...]]()
+        for (layer, name, _), full_name in zip(self.parameters(), self.parameters_by_name(), strict=True):
+            order = experts_by_place(plan, layer.name)
+            if order and any(p.name == name and p.ep_dim == 0 for p in model.type_of(layer.name).parameters):
+                found[full_name] = order
+        return found
 
     def replicas(self) -> frozenset[str]:
         """Return the names of the parameters that are replicas of another layer's."""

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 import torch.distributed as dist
-from torch import Tensor
 
 from shardwright.io import RunFailed, Stopped, read_document, remove_temporaries, write_document
 from shardwright.types import BestCheckpoint, Plan, RunResult
@@ -121,14 +120,14 @@ def _train(job: RunJob, world: World) -> None:
         for line in document_warnings(plan, batches):
             print(f"warning: {line}", file=sys.stderr, flush=True)
     if resumed is not None:
-        read_tensors(resumed.folder, engine.tensors())
+        read_tensors(resumed.folder, engine.tensors(), engine.expert_orders())
     evaluator = None if validation is None else Evaluator(engine, validation, world)
     goes_on = resumed is not None and resumed.folder.parent == folder
     best = best_so_far(job, before.best if goes_on else None, validation)
     before = msgspec.structs.replace(before, best=best)
     loggers = _loggers(job, plan, world, folder, before.step + 1)
     began = Beginning() if resumed is None else resumed.beginning(goes_on, length)
-    saver = _saver(job, folder, identity, began, engine.tensors())
+    saver = _saver(job, folder, identity, began, engine)
     reports = StepReports(Metrics(folder / METRICS, plan, world, job.steps, saver.took_s), loggers, LoadLog(plan.model))
     with closing(saver), closing(reports):
         run = _Run(job, plan, world, attention, batches, engine, saver, before, evaluator, reports)
@@ -214,7 +213,7 @@ def _engine(
     return build_engine(context, settings, updates)
 
 
-def _saver(job: RunJob, folder: Path, identity: Identity, began: Beginning, tensors: dict[str, Tensor]) -> Saver:
+def _saver(job: RunJob, folder: Path, identity: Identity, began: Beginning, engine: Engine) -> Saver:
     return Saver(
         folder=folder,
         identity=identity,
@@ -223,7 +222,8 @@ def _saver(job: RunJob, folder: Path, identity: Identity, began: Beginning, tens
         keep_every=job.keep_every,
         asynchronous=job.checkpoint_async,
         group=dist.new_group(backend="gloo"),
-        bytes_in_all=total_bytes(tensors),
+        bytes_in_all=total_bytes(engine.tensors()),
+        expert_orders=engine.expert_orders(),
         began=began,
         locks=job.locks,
     )
