@@ -1,7 +1,7 @@
 """Model chunks: the layers of each, and the tensors sent between them."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from shardwright.plan.layout import Transfer, redistribution_plan
 from shardwright.plan.parameter_groups import parameter_groups
 from shardwright.plan.schedules.passes import Action, Pass
 from shardwright.plan.schedules.registry import schedule_of
-from shardwright.types import EMBEDDING, HEAD, BoundaryTensor, DataParallel, Plan, Strategy
+from shardwright.types import EMBEDDING, HEAD, BoundaryTensor, DataParallel, Plan, Schedule, Strategy
 
 
 def chunk_layers(plan: Plan, stage: int, chunk: int) -> Iterator[tuple[str, str, Strategy]]:
@@ -23,6 +23,14 @@ def chunk_layers(plan: Plan, stage: int, chunk: int) -> Iterator[tuple[str, str,
         yield f"layers[{i}]", plan.layers[i].type, plan.layers[i]
     if (stage, chunk) == way[-1]:
         yield HEAD, HEAD, plan.head
+
+
+def placed(ranges: Sequence[tuple[int, int]], schedule: Schedule, pp_size: int) -> list[tuple[tuple[int, int], ...]]:
+    """Return the layer ranges of each pipeline stage; `ranges`: all, in the order in which a micro-batch goes on."""
+    held: list[list[tuple[int, int]]] = [[] for _ in range(pp_size)]
+    for (stage, _), layers in zip(schedule.way(pp_size, len(ranges) // pp_size), ranges, strict=True):
+        held[stage].append(layers)
+    return list(map(tuple, held))
 
 
 def stage_actions(plan: Plan, stage: int) -> tuple[Action, ...]:
@@ -54,8 +62,8 @@ def computed_actions(plan: Plan, stage: int) -> tuple[Action, ...]:
 class Cut(NamedTuple):
     """The boundary that a micro-batch crosses from one model chunk to the next.
 
-    Between chunks of the same pipeline stage no message goes over it. Chunks are (stage, number of the stage's layer range). Forward, what goes point to point is
-    `redistribution_plan(before, after)`, backward the reverse.
+    Between chunks of the same pipeline stage no message goes over it. Chunks are (stage, number of the stage's layer
+    range). Forward, what goes point to point is `redistribution_plan(before, after)`, backward the reverse.
     """
 
     source: tuple[int, int]

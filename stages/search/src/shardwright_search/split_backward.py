@@ -13,6 +13,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from shardwright.plan.chunks import placed
 from shardwright.types import LayerStrategy, Plan, Schedule
 from shardwright_search.alternatives import MAX_NEAR
 from shardwright_search.candidates import Candidate
@@ -122,10 +123,8 @@ def in_two_chunks(plan: Plan, schedule: Schedule, costs: CostModel) -> Plan | No
     if len({len(stage.ranks) for stage in plan.stages}) > 1 or len(plan.layers) < _CHUNKS * pp_size - _ENDS:
         return None
     times = [layer.microbatch_ps for each in range_costs(plan, costs) for layer in each.layers]
-    held: list[list[tuple[int, int]]] = [[] for _ in plan.stages]
-    for (stage, _), layers in zip(schedule.way(pp_size, _CHUNKS), even_ranges(times, _CHUNKS * pp_size), strict=True):
-        held[stage].append(layers)
-    stages = (replace(stage, layers=tuple(layers)) for stage, layers in zip(plan.stages, held, strict=True))
+    held = placed(even_ranges(times, _CHUNKS * pp_size), schedule, pp_size)
+    stages = (replace(stage, layers=layers) for stage, layers in zip(plan.stages, held, strict=True))
     return replace(plan, schedule=schedule, stages=tuple(stages))
 
 

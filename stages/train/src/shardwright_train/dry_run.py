@@ -248,6 +248,8 @@ def _gradient_bytes(parameter: nn.Parameter) -> int:
 # The shortened step, and the peak memory of the whole one.
 
 
+_ROUNDS = 8
+"""Micro-batches of a shortened step of several chunks and split backward passes, for each stage."""
 _PAIR = 4, 5
 """Microbatches of two steps of GPipe: the first two and the last two of each differ from those between them."""
 
@@ -277,7 +279,11 @@ def _microbatches(plan: Plan, stage: int) -> int:
     counts = range(needed, plan.num_microbatches + 1)
     if plan.schedule.splits:
         # With fewer microbatches weight passes come sooner, once no forward pass is left.
-        return next(n for n in counts if holds_as_much(schedule.actions(stages, n, stage, chunks), whole))
+        if chunks > 1:  # greedy orders of several chunks repeat themselves late, after rounds of the stages
+            counts = range(max(needed, _ROUNDS * stages), plan.num_microbatches + 1)
+            counts = range(plan.num_microbatches - len(counts) // stages * stages, plan.num_microbatches + 1, stages)
+        shorter = (n for n in counts if holds_as_much(schedule.actions(stages, n, stage, chunks), whole))
+        return next(shorter, plan.num_microbatches)
     starts = [
         count
         for count in counts

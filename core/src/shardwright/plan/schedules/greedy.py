@@ -7,7 +7,7 @@ weight pass.
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
 from itertools import pairwise

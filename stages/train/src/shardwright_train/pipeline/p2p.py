@@ -57,8 +57,8 @@ Connection = Port | Handover
 class Pipeline:
     """A rank's place in the pipeline: the source and destination of its chunks' messages, by pass and chunk.
 
-    Every pair of ranks has a separate group for each direction, and with several chunks for each of the two ways around,
-    so that no message waits for one of another kind: NCCL runs the operations of one communicator in order, so
+    Every pair of ranks has a separate group for each direction, and with several chunks for each of the two ways
+    around, so that no message waits for one of another kind: NCCL runs the operations of one communicator in order, so
     two ranks that send to each other over the same one would deadlock.
     """
 
