@@ -25,7 +25,13 @@ CONFIG = {
 def _member() -> Schedule:
     """A name that `Schedule` does not have."""
     member = str.__new__(Schedule, "eager")
-    member._name_, member._value_, member.interleaves, member.splits = "EAGER", "eager", False, False
+    member._name_, member._value_, member.interleaves, member.splits, member.turns = (
+        "EAGER",
+        "eager",
+        False,
+        False,
+        False,
+    )
     return member
 
 

@@ -112,8 +112,8 @@ def repeated(block: Block, num_stages: int, num_microbatches: int) -> tuple[tupl
 
 
 def _of_stage(block: Block, num_stages: int, num_microbatches: int, stage: int) -> tuple[Action, ...]:
-    begins = list(block.begins(num_stages, stage))
-    timetable = {at + _PERIOD * i: Action(kind, i, chunk) for kind, chunk, at in begins for i in range(num_microbatches)}
+    begins, numbers = list(block.begins(num_stages, stage)), range(num_microbatches)
+    timetable = {at + _PERIOD * i: Action(kind, i, chunk) for kind, chunk, at in begins for i in numbers}
     done, left = list[Action](), deque[Action]()
     for time in range(max(timetable) + 1):
         action = timetable.get(time)
