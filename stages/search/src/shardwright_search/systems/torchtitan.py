@@ -144,15 +144,13 @@ _HARMLESS_SECTIONS = {
     *("compile", "experimental"),
 }
 _OTHER_SECTION = Settings(harmless=("precompute_float8_dynamic_scale_for_fsdp",), strict=False)
-_READ_SCHEDULES = {
-    "1F1B": Schedule.ONE_F_ONE_B,
-    "GPipe": Schedule.GPIPE,
+_OF_RANGES = {
     "Interleaved1F1B": Schedule.INTERLEAVED_1F1B,
     "InterleavedZeroBubble": Schedule.INTERLEAVED_ZERO_BUBBLE,
     "ZBVZeroBubble": Schedule.ZERO_BUBBLE_V,
 }
-_OF_RANGES = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
-"""Schedules of stages with several layer ranges."""
+"""Schedules of stages with several layer ranges, by torch's names."""
+_READ_SCHEDULES = {"1F1B": Schedule.ONE_F_ONE_B, "GPipe": Schedule.GPIPE, **_OF_RANGES}
 _MODES = ("none", "full", "selective")
 _PERIOD = re.compile(r"[1-9][0-9]{0,6}")
 _BY_OPERATOR = (
@@ -373,11 +371,9 @@ def _every_nth(plan: Plan, period: int) -> Plan:
 Toml = str | int | Sequence[str] | Sequence[Sequence[str]]
 
 _TARGET = "torchtitan"
-_SCHEDULES = {
-    **{kind: name for name, kind in _READ_SCHEDULES.items()},
-    Schedule.INTERLEAVED_1F1B: "1F1B",
-}
-"""Names of the schedules; of interleaved 1F1B that of stages with one layer range."""
+_SCHEDULES = {Schedule.GPIPE: "GPipe", Schedule.ONE_F_ONE_B: "1F1B", Schedule.INTERLEAVED_1F1B: "1F1B"}
+"""Names of the schedules of stages with one layer range."""
+_SCHEDULES_OF_RANGES = {kind: name for name, kind in _OF_RANGES.items()}
 _FILLED = ("1F1B",)
 """Schedules that torch refuses with fewer microbatches than stages."""
 
@@ -513,12 +509,10 @@ def _check_pipeline(plan: Plan, uniform: UniformStrategy, target: ExportTarget) 
     """Raise BadInput for pipelines that torch's schedules refuse, or that torchtitan cannot cut."""
     if uniform.pp_size == 1:
         return
-    target.demand_schedule(plan, _SCHEDULES)
+    target.demand_schedule(plan, _names(uniform))
     feature = f"1f1b with {plan.num_microbatches} microbatches in {uniform.pp_size} pipeline stages"
     holds = _schedule(plan, uniform) not in _FILLED or plan.num_microbatches >= uniform.pp_size
     target.demand(holds, feature, "choose at least as many microbatches")
-    one = plan.schedule is Schedule.INTERLEAVED_ZERO_BUBBLE and uniform.chunks == 1
-    target.demand(not one, f"{plan.schedule} with one layer range a stage", "plan two, or choose 1f1b")
     target.demand(not (plan.compile and plan.schedule.splits), f"compile under {plan.schedule}", "leave compile out")
     feature = "tied embedding and head in several pipeline stages"
     target.demand(not plan.model.tied, feature, "untie them or choose one stage")
@@ -526,9 +520,11 @@ def _check_pipeline(plan: Plan, uniform: UniformStrategy, target: ExportTarget) 
 
 def _schedule(plan: Plan, uniform: UniformStrategy) -> str:
     """Return torch's name of a schedule, which depends on the number of layer ranges of a stage."""
-    if plan.schedule is Schedule.INTERLEAVED_1F1B and uniform.chunks > 1:
-        return "Interleaved1F1B"
-    return _SCHEDULES[plan.schedule]
+    return _names(uniform)[plan.schedule]
+
+
+def _names(uniform: UniformStrategy) -> Mapping[Schedule, str]:
+    return _SCHEDULES if uniform.chunks == 1 else _SCHEDULES_OF_RANGES
 
 
 def _batch(plan: Plan, uniform: UniformStrategy) -> dict[str, Toml]:
