@@ -60,11 +60,12 @@ class ZeroBubbleV(SplitSchedule):
         return order._replace(free=True, ahead=num_stages)
 
     def closed_forms(self, num_microbatches: int, num_chunks: int = 1) -> tuple[ClosedForm, ...]:
-        """Return the coefficients of T = sum C / 2 + (m - 1/2) max A + max (A - C) / 2 + max U.
+        """Return the coefficients of T = sum C / 2 + (m - 1/2) max A + max (A - C) / 2 + max U, and for few.
 
-        It is exact for ZB-V of equal stages and passes without sends, and less than what lower limits take.
+        The first is exact for ZB-V of equal stages and passes without sends, and less than what lower limits take.
         """
-        return (ClosedForm(1, _CHUNKS * num_microbatches - 1, _CHUNKS, hidden=1, parts=_CHUNKS),)
+        v, m = _CHUNKS, num_microbatches
+        return ClosedForm(1, v * m - 1, v, hidden=1, parts=v), ClosedForm(v, m - 1, v, hidden=v, parts=v)
 
 
 class VHalf(ZeroBubbleV):
