@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from msgspec import UNSET
 
 from shardwright.plan.axes import axes_of
+from shardwright.plan.chunks import placed
 from shardwright.types import (
     Attention,
     BoundaryTensor,
@@ -152,16 +153,19 @@ def plans(draw: st.DrawFn) -> Plan:
     # Only the first range and the last may be empty.
     num_stages = draw(st.sampled_from([n for n in _powers_up_to(devices) if n <= layers + 2]))
     schedule = draw(st.sampled_from(Schedule))
-    several = schedule is Schedule.INTERLEAVED_1F1B and num_stages > 1
-    chunks = draw(st.integers(1, min(2, (layers + 2) // num_stages))) if several else 1
+    most = min(2, (layers + 2) // num_stages) if num_stages > 1 else 1
+    if schedule.turns and most < 2:
+        schedule = Schedule.ZERO_BUBBLE
+    chunks = draw(st.integers(2 if schedule.turns else 1, most)) if schedule.interleaves else 1
     parts = num_stages * chunks
     inner = [*range(parts - 1)] if parts > layers else draw(st.permutations(range(layers + 1)))[: parts - 1]
     cuts = sorted(inner)
     ranges = list(zip([0, *cuts], [*cuts, layers], strict=True))
     ranks = draw(st.permutations(range(devices)))
     width = devices // num_stages
+    held = placed(ranges, schedule, num_stages)
     stages = tuple(
-        PipelineStage(ranks=tuple(sorted(ranks[i * width : (i + 1) * width])), layers=tuple(ranges[i::num_stages]))
+        PipelineStage(ranks=tuple(sorted(ranks[i * width : (i + 1) * width])), layers=held[i])
         for i in range(num_stages)
     )
     num_microbatches = draw(st.integers(1, 4))

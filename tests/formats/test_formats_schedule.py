@@ -172,7 +172,7 @@ def test_several_chunks_need_the_interleaved_schedule() -> None:
 def test_a_step_is_the_closed_form_rounded_up_to_whole_picoseconds(
     schedule: Schedule, m: int, v: int, times: list[int]
 ) -> None:
-    chunks = v if schedule.interleaves else 1
+    chunks = 2 if schedule.turns else v if schedule.interleaves else 1
     total, slowest = Fraction(sum(times)), max(times)
     filled = (total - slowest) / chunks + m * slowest
     few = total + Fraction((m - 1) * slowest, chunks)

@@ -25,7 +25,8 @@ CONFIG = {
 def _member() -> Schedule:
     """A name that `Schedule` does not have."""
     member = str.__new__(Schedule, "eager")
-    member._name_, member._value_, member.interleaves, member.splits = "EAGER", "eager", False, False
+    member._name_, member._value_ = "EAGER", "eager"
+    member.interleaves = member.splits = member.turns = False
     return member
 
 

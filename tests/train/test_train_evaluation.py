@@ -10,6 +10,7 @@ from evaluation_worker import MUTATIONS
 from forked_ranks import run_worker
 from random_plans import bare_plan, random_plan, uneven_plan
 from rest_long import rest_long
+from several_chunks import in_chunks
 from tiny_models import CONFIGS, tiny
 
 from shardwright.io import write_document
@@ -55,7 +56,8 @@ def _on_four() -> list[Plan]:
     bare = [bare_plan(model, number, 4) for number, model in enumerate(_ON_FOUR[:2])]
     context = [with_context(random_plan(tiny(family), 71, 4, stages=1), 71) for family in ("llama", "bert")]
     context = [msgspec.structs.replace(plan, name=f"context {plan.name}") for plan in context]
-    return [*_numbered(_ON_FOUR, 70, 4), *uneven, *bare, *context]
+    turning = [in_chunks(random_plan(_ON_FOUR[0], 73, 4, stages=4), each) for each in (Schedule.V_HALF, Schedule.V_MIN)]
+    return [*_numbered(_ON_FOUR, 70, 4), *uneven, *bare, *context, *turning]
 
 
 def _compared(part: str, folder: Path, mutations: tuple[str, ...] = ()) -> Errors:
@@ -102,8 +104,9 @@ def test_a_broken_evaluation_is_seen(two: Errors, mutation: str) -> None:
 
 def test_the_evaluated_plans_cover_schedules_and_data_parallelism() -> None:
     plans = [plan for part in PARTS for plan in plans_on(part)]
-    # A forward pass is the same whether backward passes are split.
-    assert {plan.schedule for plan in plans} == {schedule for schedule in Schedule if not schedule.splits}
+    # A forward pass is the same whether backward passes are split; a V has another order.
+    joint = {schedule for schedule in Schedule if not schedule.splits}
+    assert {plan.schedule for plan in plans} == {*joint, Schedule.V_HALF, Schedule.V_MIN}
     assert {layer.data_parallel for plan in plans for layer in plan.layers if layer.dp_size > 1} == set(DataParallel)
     assert any(len({len(stage.ranks) for stage in plan.stages}) > 1 for plan in plans)
     assert {plan.model.family for plan in plans} == set(CONFIGS)

@@ -17,7 +17,7 @@ from special_plans import hollow_plan
 from tiny_models import tiny
 
 from shardwright.io import write_document
-from shardwright.plan.chunks import gathers_spared
+from shardwright.plan.chunks import gathers_spared, placed
 from shardwright.plan.communication import Cause, step_messages
 from shardwright.plan.process_groups import communicator_bytes, communicators
 from shardwright.types.model import Model
@@ -121,12 +121,12 @@ def test_every_kind_of_strategy_moves_the_bytes_of_its_formula(plan: Plan) -> No
 @pytest.mark.parametrize("schedule", list(Schedule))
 def test_layers_that_stay_gathered_from_pass_to_pass_are_not_gathered_again(schedule: Schedule) -> None:
     """On both stages of a pipeline whose layers, embedding and head are all of ZeRO-3, some recomputed."""
-    model, chunks = tiny("llama"), 2 if schedule is Schedule.INTERLEAVED_1F1B else 1
+    model, chunks = tiny("llama"), 2 if schedule.interleaves else 1
     sharding = {"tp_size": 1, "dp_size": 4, "data_parallel": DataParallel.ZERO3}
     plan = uniform(model, schedule.value, False, Recompute.FULL, **sharding | {"dp_size": WORLD})
     layers = tuple(msgspec.structs.replace(layer, dp_size=4) for layer in plan.layers)
     step = 4 // (2 * chunks)
-    ranges = [tuple((low, low + step) for low in range(first * step, 4, 2 * step)) for first in range(2)]
+    ranges = placed([(low, low + step) for low in range(0, 4, step)], schedule, 2)
     plan = msgspec.structs.replace(
         plan,
         schedule=schedule,

@@ -64,7 +64,7 @@ def _most(todo: tuple[Action, ...]) -> list[int]:
 
 @pytest.mark.parametrize("schedule", list(Schedule))
 def test_the_microbatches_that_are_tried_hold_as_much_as_all(schedule: Schedule) -> None:
-    chunks = (2, 3) if schedule is Schedule.INTERLEAVED_1F1B else (1,)
+    chunks = (2,) if schedule.turns else (2, 3) if schedule.interleaves else (1,)
     for stages, microbatches, each in product((2, 3, 4), (1, 2, 5, 16), chunks):
         for stage in range(stages):
             full = schedule_of(schedule).actions(stages, microbatches, stage, each)

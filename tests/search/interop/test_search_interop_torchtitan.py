@@ -77,6 +77,12 @@ def test_torchtitan_replicates_or_shards(planned):
         ({"schedule": Schedule.GPIPE}, "GPipe", [3, 4]),
         ({"schedule": Schedule.INTERLEAVED_1F1B}, "1F1B", [3, 4]),
         ({"schedule": Schedule.INTERLEAVED_1F1B, "layer_ranges": 2}, "Interleaved1F1B", [1, 2, 2, 2]),
+        (
+            {"schedule": Schedule.INTERLEAVED_ZERO_BUBBLE, "layer_ranges": 2},
+            "InterleavedZeroBubble",
+            [1, 2, 2, 2],
+        ),
+        ({"schedule": Schedule.ZERO_BUBBLE_V, "layer_ranges": 2}, "ZBVZeroBubble", [1, 2, 2, 2]),
     ],
 )
 def test_torchtitan_has_each_schedule_and_every_part_of_the_model(planned, changes, name, parts):

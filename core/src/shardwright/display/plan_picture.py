@@ -53,7 +53,7 @@ def draw_plan(plan: Plan, across: float = WIDTH, *, together: bool = False) -> s
     """Draw a plan as inline SVG, WIDTH or NARROW px across; equal neighbours of a stage are one bar if `together`."""
     layout = _WIDE if across == WIDTH else _SLIM
     layers = [_Cell(str(i), layer, plan.stage_of(f"layers[{i}]")) for i, layer in enumerate(plan.layers)]
-    head = _Cell(HEAD, plan.head, len(plan.stages) - 1)
+    head = _Cell(HEAD, plan.head, plan.stage_of(HEAD))
     cells = [_Cell(EMBEDDING, plan.embedding, 0), *(_runs(layers) if together else layers), head]
     width = (layout.width - layout.left) / (len(layers) + 2)
     drawn = [_row_frame(plan, stage, layout) for stage in range(len(plan.stages))]

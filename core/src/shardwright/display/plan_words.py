@@ -7,7 +7,7 @@ from msgspec import UNSET
 
 from shardwright.optimizers.registry import ADAMW
 from shardwright.plan.axes import axes_of
-from shardwright.types import LayerStrategy, Plan, Recompute, SequenceParallel, Strategy
+from shardwright.types import HEAD, LayerStrategy, Plan, Recompute, SequenceParallel, Strategy
 
 
 def strategy_words(strategy: Strategy) -> str:
@@ -78,7 +78,7 @@ def stage_lines(plan: Plan) -> list[str]:
         parts = [f"embedding: {strategy_words(plan.embedding)}"] if index == 0 else []
         for low, high in stage.layers:
             parts += layer_runs(plan, low, high)
-        if index == len(plan.stages) - 1:
+        if index == plan.stage_of(HEAD):
             parts.append(f"head: {strategy_words(plan.head)}")
         ranks = f"ranks {stage.ranks[0]}-{stage.ranks[-1]}" if len(stage.ranks) > 1 else f"rank {stage.ranks[0]}"
         lines += [f"  stage {index} ({ranks})", *(f"    {part}" for part in parts)]

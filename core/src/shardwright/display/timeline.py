@@ -32,7 +32,7 @@ def draw_timeline(plan: Plan, estimate: Estimate, across: float = WIDTH) -> str:
     events = estimate.timeline
     end_s = max((event.end_s for event in events), default=0.0) or 1.0
     scale = (across - _LEFT - _RIGHT) / end_s
-    lanes, chunks = by_lane(events), len(plan.stages[0].layers)
+    lanes, chunks = by_lane(events, plan.schedule.turns), len(plan.stages[0].layers)
     heading, top = _heading(plan, estimate, across)
     rows, bottom = _rows(set(lanes), len(plan.stages), top)
     drawn = [heading, *_axis(end_s, scale, top, bottom, across)]
@@ -131,12 +131,13 @@ def lane_name(lane: Lane, num_stages: int) -> str:
             return f"stage {lane.stage}"
 
 
-def by_lane(events: Iterable[TimelineEvent]) -> dict[Lane, list[TimelineEvent]]:
-    """Return the events of each lane that has any, by start."""
+def by_lane(events: Iterable[TimelineEvent], turns: bool = False) -> dict[Lane, list[TimelineEvent]]:
+    """Return the events of each lane that has any, by start; `turns`: of a V, whose second chunk goes back."""
     kinds = {"gradient_sync": GRADIENTS, FORTH: FORTH, BACK: BACK}
+    turned = kinds | {FORTH: BACK, BACK: FORTH}
 
     def lane(event: TimelineEvent) -> Lane:
-        return Lane(event.stage, kinds.get(event.kind, PASSES))
+        return Lane(event.stage, (turned if turns and event.chunk == 1 else kinds).get(event.kind, PASSES))
 
     return {key: list(group) for key, group in groupby(sorted(events, key=lambda e: (lane(e), e.start_s)), key=lane)}
 

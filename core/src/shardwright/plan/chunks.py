@@ -1,7 +1,7 @@
 """Model chunks: the layers of each, and the tensors sent between them."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -10,18 +10,27 @@ from shardwright.plan.layout import Transfer, redistribution_plan
 from shardwright.plan.parameter_groups import parameter_groups
 from shardwright.plan.schedules.passes import Action, Pass
 from shardwright.plan.schedules.registry import schedule_of
-from shardwright.types import EMBEDDING, HEAD, BoundaryTensor, DataParallel, Plan, Strategy
+from shardwright.types import EMBEDDING, HEAD, BoundaryTensor, DataParallel, Plan, Schedule, Strategy
 
 
 def chunk_layers(plan: Plan, stage: int, chunk: int) -> Iterator[tuple[str, str, Strategy]]:
     """Yield name, type and strategy of each layer of a model chunk, embedding and head included, in order."""
-    if stage == chunk == 0:
+    way = plan.way
+    if (stage, chunk) == way[0]:
         yield EMBEDDING, EMBEDDING, plan.embedding
     low, high = plan.stages[stage].layers[chunk]
     for i in range(low, high):
         yield f"layers[{i}]", plan.layers[i].type, plan.layers[i]
-    if stage == len(plan.stages) - 1 and chunk == len(plan.stages[stage].layers) - 1:
+    if (stage, chunk) == way[-1]:
         yield HEAD, HEAD, plan.head
+
+
+def placed(ranges: Sequence[tuple[int, int]], schedule: Schedule, pp_size: int) -> list[tuple[tuple[int, int], ...]]:
+    """Return the layer ranges of each pipeline stage; `ranges`: all, in the order in which a micro-batch goes on."""
+    held: list[list[tuple[int, int]]] = [[] for _ in range(pp_size)]
+    for (stage, _), layers in zip(schedule.way(pp_size, len(ranges) // pp_size), ranges, strict=True):
+        held[stage].append(layers)
+    return list(map(tuple, held))
 
 
 def stage_actions(plan: Plan, stage: int) -> tuple[Action, ...]:
@@ -32,7 +41,7 @@ def stage_actions(plan: Plan, stage: int) -> tuple[Action, ...]:
 
 def needs_gradient(plan: Plan, stage: int, chunk: int) -> bool:
     """Return whether a backward pass sends a gradient to the chunk before: something before is trained."""
-    if stage == chunk == 0:
+    if (stage, chunk) == plan.way[0]:
         return False
     first, _ = plan.stages[stage].layers[chunk]
     return plan.model.types[plan.layers[first - 1].type if first else EMBEDDING].has_backward
@@ -51,10 +60,10 @@ def computed_actions(plan: Plan, stage: int) -> tuple[Action, ...]:
 
 
 class Cut(NamedTuple):
-    """The boundary that a micro-batch crosses from one model chunk to the next, on another pipeline stage.
+    """The boundary that a micro-batch crosses from one model chunk to the next.
 
-    Chunks are (stage, number of the stage's layer range). Forward, what goes point to point is
-    `redistribution_plan(before, after)`, backward the reverse.
+    Between chunks of the same pipeline stage no message goes over it. Chunks are (stage, number of the stage's layer
+    range). Forward, what goes point to point is `redistribution_plan(before, after)`, backward the reverse.
     """
 
     source: tuple[int, int]
@@ -69,11 +78,16 @@ class Cut(NamedTuple):
 
     @property
     def around(self) -> bool:
-        """Return whether the cut leads from the last pipeline stage back to the first (interleaved schedules)."""
+        """Return whether the cut leads back to an earlier pipeline stage (interleaved and V-shaped schedules)."""
         return self.source[0] > self.target[0]
 
+    @property
+    def is_local(self) -> bool:
+        """Return whether both chunks are on the same pipeline stage, whose ranks hand tensors to themselves."""
+        return self.source[0] == self.target[0]
+
     def ways(self, gradient: bool = True) -> tuple[tuple[Pass, tuple[int, int], tuple[int, int]], ...]:
-        """Return sender and receiver of each kind of pass that sends, without gradients if there are none."""
+        """Return sender and receiver of each kind of pass that crosses, without gradients if there are none."""
         ends = {1: (self.source, self.target), -1: (self.target, self.source)}
         kinds = (kind for kind in Pass if kind.way and (gradient or not kind.makes_gradients))
         return tuple((kind, *ends[kind.way]) for kind in kinds)
@@ -88,17 +102,20 @@ def cuts(plan: Plan) -> tuple[Cut, ...]:
 
     A chunk without layers passes on what it receives, in the same layout.
     """
-    chunks = range(len(plan.stages[0].layers))
-    way = [(stage, chunk) for chunk in chunks for stage in range(len(plan.stages))]
-    layers = [tuple(chunk_layers(plan, *place)) for place in way]
+    layers = [tuple(chunk_layers(plan, *place)) for place in plan.way]
     crossed, before = list[Cut](), layout_of(plan.embedding)
-    for i, (source, target) in enumerate(pairwise(way)):
+    for i, (source, target) in enumerate(pairwise(plan.way)):
         before = layout_of(layers[i][-1][2]) if layers[i] else before
         name, _, first = next(layer for there in layers[i + 1 :] for layer in there)
         after = layout_of(first) if layers[i + 1] else before
         received = before if before.stage_size == after.stage_size else after
         crossed.append(Cut(source, target, before, received, plan.model.received_by(name)))
     return tuple(crossed)
+
+
+def sending_cuts(plan: Plan) -> tuple[Cut, ...]:
+    """Return the cuts between pipeline stages, over which messages go."""
+    return tuple(cut for cut in cuts(plan) if not cut.is_local)
 
 
 def incoming_layout(plan: Plan, stage: int, chunk: int) -> Layout | None:

@@ -16,10 +16,10 @@ from shardwright.plan import tied_weights
 from shardwright.plan.axes import Axis, Layout, axes_of, layout_of
 from shardwright.plan.chunks import (
     chunk_layers,
-    cuts,
     gathers_spared,
     incoming_layout,
     needs_gradient,
+    sending_cuts,
 )
 from shardwright.plan.context_messages import context_messages
 from shardwright.plan.expert_messages import expert_messages, shares_experts
@@ -291,7 +291,7 @@ def _chunk_messages(plan: Plan, rank: int, stage: int, chunk: int) -> Iterator[M
 def _sends(plan: Plan, rank: int, stage: int) -> Iterator[Message]:
     """Yield a message to each rank of a neighbouring pipeline stage that wants a piece of a tensor."""
     me, itemsize = plan.stages[stage].ranks.index(rank), ITEMSIZE[plan.precision.compute]
-    for cut in cuts(plan):
+    for cut in sending_cuts(plan):
         for during, (sender, _), _ in cut.ways(needs_gradient(plan, *cut.target)):
             for tensor in cut.tensors if sender == stage else ():
                 for transfer in cut.transfers(during, plan.microbatch_samples, tensor.sequence_length):

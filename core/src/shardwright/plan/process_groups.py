@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from shardwright.optimizers.registry import OPTIMIZERS
 from shardwright.plan.axes import Axis, Layout, axes_of, layout_of
-from shardwright.plan.chunks import chunk_layers, cuts, incoming_layout
+from shardwright.plan.chunks import chunk_layers, cuts, incoming_layout, sending_cuts
 from shardwright.plan.group_names import ranks_text
 from shardwright.plan.layout import closed_groups
 from shardwright.plan.schedules.passes import Pass
@@ -60,7 +60,7 @@ class PlannedGroup(NamedTuple):
     during: Pass | None = None
     """The pass whose messages go over an edge."""
     around: bool = False
-    """True for an edge that leads from the last pipeline stage to the first, or, backward, the reverse."""
+    """True for an edge that leads back to an earlier pipeline stage, or, in a backward pass, the reverse."""
 
     @property
     def description(self) -> str:
@@ -119,7 +119,7 @@ def communicators(plan: Plan) -> tuple[Mapping[Purpose, int], ...]:
 def _num_edges(plan: Plan) -> list[int]:
     """Return how many edges each rank has to ranks of other stages, of both directions and each kind of pass."""
     edges, known = [0] * plan.world_size, dict[object, set[tuple[int, int]]]()
-    for cut in cuts(plan):
+    for cut in sending_cuts(plan):
         for kind, (source, _), (target, _) in cut.ways():
             of_kind = known.setdefault((source, target, kind, cut.around), set())
             for tensor in cut.tensors:
@@ -198,7 +198,7 @@ def _layers(
 
 def _edges(plan: Plan) -> Iterator[PlannedGroup]:
     """Yield the process groups for messages between pipeline stages."""
-    for cut in cuts(plan):
+    for cut in sending_cuts(plan):
         for kind, (source, _), (target, _) in cut.ways():
             senders, receivers = plan.stages[source].ranks, plan.stages[target].ranks
             for tensor in cut.tensors:

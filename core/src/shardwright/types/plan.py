@@ -2,6 +2,7 @@
 
 from collections import Counter
 from enum import StrEnum
+from functools import lru_cache
 from typing import Annotated, Final, Literal, assert_never
 
 from msgspec import UNSET, Meta, UnsetType, to_builtins
@@ -36,12 +37,22 @@ class Schedule(StrEnum):
     """True if a pipeline stage may hold several layer ranges."""
     splits: bool
     """True if backward passes leave gradients of matrices to passes of their own."""
+    turns: bool
+    """True if a micro-batch goes back through the second of two layer ranges, from the last pipeline stage to the
+    first."""
 
-    def __new__(cls, name: str, interleaves: bool = False, splits: bool = False) -> "Schedule":
+    def __new__(cls, name: str, interleaves: bool = False, splits: bool = False, turns: bool = False) -> "Schedule":
         """Make a member, whose value is the schedule's name in files."""
         member = str.__new__(cls, name)
-        member._value_, member.interleaves, member.splits = name, interleaves, splits
+        member._value_, member.interleaves, member.splits, member.turns = name, interleaves, splits, turns
         return member
+
+    def way(self, num_stages: int, num_chunks: int) -> tuple[tuple[int, int], ...]:
+        """Return pipeline stage and chunk of every layer range, in the order in which a micro-batch goes through them.
+
+        A chunk is the number of a range on its stage.
+        """
+        return _way(num_stages, num_chunks, self.turns)
 
     GPIPE = "gpipe"
     """A step of all forward passes, then all backward passes."""
@@ -51,6 +62,23 @@ class Schedule(StrEnum):
     """1F1B with several layer ranges on every pipeline stage."""
     ZERO_BUBBLE = "zero_bubble", False, True
     """1F1B with split backward passes: gradients of matrices come later, where a stage would wait."""
+    ZERO_BUBBLE_H2 = "zero_bubble_h2", False, True
+    """`zero_bubble` with nearly twice its micro-batches in flight, which fill the way in, too."""
+    INTERLEAVED_ZERO_BUBBLE = "interleaved_zero_bubble", True, True
+    """`interleaved_1f1b` with split backward passes."""
+    ZERO_BUBBLE_V = "zero_bubble_v", True, True, True
+    """Split backward passes and two layer ranges a stage in the form of a V, at the memory of 1F1B's first stage."""
+    V_HALF = "v_half", True, True, True
+    """`zero_bubble_v` at about half of its activations."""
+    V_MIN = "v_min", True, True, True
+    """`zero_bubble_v` at about a third of its activations."""
+
+
+@lru_cache(maxsize=256)
+def _way(num_stages: int, num_chunks: int, turns: bool) -> tuple[tuple[int, int], ...]:
+    stages = range(num_stages)
+    turned = (stages[::-1] if turns and chunk % 2 else stages for chunk in range(num_chunks))
+    return tuple((stage, chunk) for chunk, ordered in enumerate(turned) for stage in ordered)
 
 
 class GradientReduction(StrEnum):
@@ -220,7 +248,7 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     embedding: Strategy
     """Strategy of the embedding on the first pipeline stage."""
     head: Strategy
-    """Strategy of the head on the last pipeline stage."""
+    """Strategy of the head on the pipeline stage of the last layer range."""
     layers: tuple[LayerStrategy, ...]
     """Strategy of each layer on its pipeline stage; one entry per layer of the model, in order."""
     expert_placement: tuple[tuple[tuple[NonNegativeCount, ...], ...], ...] | UnsetType = UNSET
@@ -286,16 +314,23 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
         executed |= {name: _as_before(to_builtins(executed[name])) for name in ("embedding", "head", "layers")}
         return sha256_of_value(executed | {"model": [model.family, model.config, model.sequence_length, model.layers]})
 
+    @property
+    def way(self) -> tuple[tuple[int, int], ...]:
+        """Return pipeline stage and chunk of every layer range, in the order in which a micro-batch goes through them.
+
+        A chunk is the number of a range in its stage's `layers`.
+        """
+        return self.schedule.way(len(self.stages), len(self.stages[0].layers))
+
     def stage_of_rank(self, rank: int) -> int:
         """Return the pipeline stage that a rank is part of."""
         return next(i for i, stage in enumerate(self.stages) if rank in stage.ranks)
 
     def stage_of(self, where: str) -> int:
         """Return the pipeline stage that holds `embedding`, `head` or `layers[i]`."""
-        if where == EMBEDDING:
-            return 0
-        if where == HEAD:
-            return len(self.stages) - 1
+        if where in (EMBEDDING, HEAD):
+            stage, _ = self.way[0 if where == EMBEDDING else -1]
+            return stage
         layer = int(where[len("layers[") : -1])
         return next(i for i, stage in enumerate(self.stages) if any(low <= layer < high for low, high in stage.layers))
 
@@ -327,13 +362,15 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError("several layer ranges need several pipeline stages")
         if len(chunks) != 1:
             raise ValueError("every pipeline stage must have the same number of layer ranges")
-        ordered = [stage.layers[chunk] for chunk in range(chunks.pop()) for stage in self.stages]
+        if self.schedule.turns and chunks != {2}:
+            raise ValueError(f"the schedule {self.schedule} needs several pipeline stages of two layer ranges each")
         position = 0
-        for i, (low, high) in enumerate(ordered):
+        for i, (stage, chunk) in enumerate(self.way):
+            low, high = self.stages[stage].layers[chunk]
             if low != position or high < low:
                 raise ValueError(f"layer range [{low}, {high}] does not continue at layer {position}")
-            if low == high and i not in (0, len(ordered) - 1):
-                self._check_empty(i % len(self.stages), low)
+            if low == high and i not in (0, len(self.way) - 1):
+                self._check_empty(i, low)
             position = high
         if position != len(expected):
             raise ValueError(f"the pipeline stages hold {position} of {len(expected)} layers")
@@ -349,15 +386,18 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
             if groups and (problem := _misfit_of_placement(groups, self.model.types[layer.type], layer)) is not None:
                 raise ValueError(f"expert_placement[{i}]: {problem}")
 
-    def _check_empty(self, index: int, layer: int) -> None:
+    def _check_empty(self, number: int, layer: int) -> None:
         """Raise ValueError for a layer range without blocks, embedding or head in a stage that has no other layers.
 
-        What it receives it passes on, as it is: its ranks are as many as those of the stage before.
+        `number`: of the range on a micro-batch's way. What it receives it passes on, as it is: its ranks are as many as
+        those of the stage before.
         """
+        (index, _), (previous, _) = self.way[number], self.way[number - 1]
         where, stage = f"stages[{index}]: layer range [{layer}, {layer}]", self.stages[index]
-        if index not in (0, len(self.stages) - 1) and all(low == high for low, high in stage.layers):
+        outer = self.stage_of(EMBEDDING), self.stage_of(HEAD)
+        if index not in outer and all(low == high for low, high in stage.layers):
             raise ValueError(f"{where} is empty: only a stage with the embedding or the head may have no other layers")
-        before = len(self.stages[index - 1].ranks)
+        before = len(self.stages[previous].ranks)
         if len(stage.ranks) != before:
             raise ValueError(f"{where} is empty, and the stage before has {before} ranks, not {len(stage.ranks)}")
 

@@ -6,14 +6,20 @@ tried with them, and what is found is found by simulation: nothing is proven of 
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
-from shardwright.types import Plan, Schedule
+from shardwright.plan.chunks import placed
+from shardwright.types import LayerStrategy, Plan, Schedule
 from shardwright_search.alternatives import MAX_NEAR
 from shardwright_search.candidates import Candidate
+from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.plan import evaluate, simulated_step_ps
+from shardwright_search.cost_model.stage_costs import range_costs
 from shardwright_search.simulation.simulator import has_timeline
 from shardwright_search.solver.branch_and_bound import plans_below
 from shardwright_search.solver.targets import Best, Optimum
@@ -25,6 +31,10 @@ NEAR_SPLIT = 0.1
 """Plans whose closed form is within this share of the optimum are tried: pipelines that fill and drain gain most."""
 _MAX_LABELS = 10_000
 """The most work on plans near the optimum."""
+_CHUNKS = 2
+"""Layer ranges of a stage under schedules with several."""
+_ENDS = 2
+"""Ranges that have the embedding or the head."""
 
 
 class Split(NamedTuple):
@@ -51,12 +61,12 @@ def best_split(
     instance = space.instance
     wanted = [each for each in instance.request.schedules if not is_solved(each)]
     known = dict.fromkeys(
-        (best.target.configuration, best.priced.solution, schedule)
+        (best.target.configuration, best.priced.solution)
         for best in (*_near(space, optimum), *compared)
         if _is_pipeline(best.target.configuration)
-        for schedule in wanted
     )
-    plans = [replace(instance.plan(configuration, solution), schedule=each) for configuration, solution, each in known]
+    near = [instance.plan(*each) for each in known]
+    plans = [plan for each in wanted for plan in _under(each, near, instance.costs)]
     lacking = list[int]()
     for plan in sorted(plans, key=partial(_sample_ps, space)):
         candidate = _candidate(space, plan)
@@ -80,11 +90,67 @@ def _is_pipeline(configuration: Configuration) -> bool:
     return configuration.pp_size > 1 and configuration.num_chunks == 1
 
 
+def _under(schedule: Schedule, near: Sequence[Plan], costs: CostModel) -> Iterator[Plan]:
+    """Yield plans under a schedule that splits backward passes: near ones as they are, or cut anew into chunks."""
+    if not schedule.interleaves:
+        yield from (replace(plan, schedule=schedule) for plan in near)
+        return
+    tried = list[tuple[object, ...]]()
+    for plan in near:
+        for layers in _layers(plan):
+            changed = in_two_chunks(replace(plan, layers=layers), schedule, costs)
+            if changed is None:
+                continue
+            choice = changed.num_microbatches, changed.stages, changed.embedding, changed.head, changed.layers
+            if choice not in tried:
+                tried.append(choice)
+                yield changed
+
+
+def _layers(plan: Plan) -> Iterator[tuple[LayerStrategy, ...]]:
+    """Yield the strategies of a plan's layers, and each strategy for all layers of its type: stages share them."""
+    yield plan.layers
+    for one in dict.fromkeys(plan.layers):
+        yield tuple(one if layer.type == one.type else layer for layer in plan.layers)
+
+
+def in_two_chunks(plan: Plan, schedule: Schedule, costs: CostModel) -> Plan | None:
+    """Return a plan of one chunk a stage under a schedule of two, whose ranges take as equal times as they can.
+
+    None if stages differ in width, or there are too few layers for all.
+    """
+    pp_size = len(plan.stages)
+    if len({len(stage.ranks) for stage in plan.stages}) > 1 or len(plan.layers) < _CHUNKS * pp_size - _ENDS:
+        return None
+    times = [layer.microbatch_ps for each in range_costs(plan, costs) for layer in each.layers]
+    held = placed(even_ranges(times, _CHUNKS * pp_size), schedule, pp_size)
+    stages = (replace(stage, layers=layers) for stage, layers in zip(plan.stages, held, strict=True))
+    return replace(plan, schedule=schedule, stages=tuple(stages))
+
+
+def even_ranges(times: Sequence[int], count: int) -> list[tuple[int, int]]:
+    """Return ranges of layers with the least sum of squared times; only the first and the last may have no layers.
+
+    `times`: of the embedding, the layers and the head.
+    """
+    layers, until = len(times) - _ENDS, np.cumsum(times, dtype=float)
+    least, cut_at = (until - 0.0)[:-1] ** 2, list[NDArray[np.intp]]()  # of the first range, by its end
+    for _ in range(count - 2):
+        added = np.subtract.outer(until[:-1], until[:-1])
+        totals = np.where(np.tri(layers + 1, k=-1, dtype=bool), least + added**2, np.inf)
+        cut_at.append(totals.argmin(axis=1))
+        least = totals.min(axis=1)
+    ends = [layers, int((least + (until[-1] - until[:-1]) ** 2).argmin())]
+    for before in reversed(cut_at):
+        ends.append(int(before[ends[-1]]))
+    return list(pairwise((0, *reversed(ends))))
+
+
 def _sample_ps(space: SearchSpace, plan: Plan) -> float:
     return simulated_step_ps(plan, space.instance.costs) / plan.global_batch_size
 
 
 def _candidate(space: SearchSpace, plan: Plan) -> Candidate:
     costs, stages = space.instance.costs, len(plan.stages)
-    short = has_timeline(stages, stages, plan.num_microbatches)
+    short = has_timeline(len(plan.way), stages, plan.num_microbatches)
     return Candidate(plan, evaluate(plan, costs.profiles, costs, timeline=short))

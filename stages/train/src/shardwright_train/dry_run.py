@@ -39,7 +39,7 @@ from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.host_activations import CountedCopies
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.pipeline.layer import RankContext
-from shardwright_train.pipeline.p2p import most_held, until_fullest
+from shardwright_train.pipeline.p2p import holds_as_much, until_fullest
 from shardwright_train.pipeline.runner import MicrobatchChunk, Step, on_device
 from shardwright_train.torch_private import FakeStore, FakeTensorMode, TorchDispatchMode, tree_leaves
 
@@ -275,6 +275,8 @@ def _gradient_bytes(parameter: nn.Parameter) -> int:
 # The shortened step, and the peak memory of the whole one.
 
 
+_ROUNDS = 8
+"""Micro-batches of a shortened step of several chunks and split backward passes, for each stage."""
 _PAIR = 4, 5
 """Microbatches of two steps of GPipe: the first two and the last two of each differ from those between them."""
 
@@ -304,7 +306,11 @@ def _microbatches(plan: Plan, stage: int) -> int:
     counts = range(needed, plan.num_microbatches + 1)
     if plan.schedule.splits:
         # With fewer microbatches weight passes come sooner, once no forward pass is left.
-        return next(n for n in counts if most_held(schedule.actions(stages, n, stage)) >= most_held(whole))
+        if chunks > 1:  # greedy orders of several chunks repeat themselves late, after rounds of the stages
+            counts = range(max(needed, _ROUNDS * stages), plan.num_microbatches + 1)
+            counts = range(plan.num_microbatches - len(counts) // stages * stages, plan.num_microbatches + 1, stages)
+        shorter = (n for n in counts if holds_as_much(schedule.actions(stages, n, stage, chunks), whole))
+        return next(shorter, plan.num_microbatches)
     starts = [
         count
         for count in counts
@@ -315,8 +321,8 @@ def _microbatches(plan: Plan, stage: int) -> int:
 
 def _holds_all(plan: Plan) -> bool:
     """Whether every stage holds all microbatches, the last one too."""
-    stages = len(plan.stages)
-    return schedule_of(plan.schedule).in_flight(stages, plan.num_microbatches, stages - 1) == plan.num_microbatches
+    stages, count = len(plan.stages), plan.num_microbatches
+    return not plan.schedule.splits and schedule_of(plan.schedule).in_flight(stages, count, stages - 1) == count
 
 
 def _shortened(plan: Plan, count: int) -> Plan:

@@ -31,16 +31,20 @@ class PipelineSchedule(ABC):
     def actions(self, num_stages: int, num_microbatches: int, stage: int, num_chunks: int = 1) -> tuple[Action, ...]:
         """Return a pipeline stage's actions in one step, in order.
 
-        Raises ValueError for several chunks where the schedule does not interleave them.
+        Raises ValueError for a number of chunks that the schedule does not have.
         """
-        if num_chunks > 1 and not self.name.interleaves:
-            raise ValueError(f"{num_chunks} chunks need the schedule {Schedule.INTERLEAVED_1F1B}, not {self.name}")
+        self.check_chunks(num_chunks)
         groups, chunks = self.groups(num_stages, num_microbatches), range(num_chunks)
         forward = [Action(Pass.FORWARD, i, chunk) for group in groups for chunk in chunks for i in group]
         backward = [Action(Pass.BACKWARD, i, chunk) for group in groups for chunk in reversed(chunks) for i in group]
         ahead = min(len(forward), self.num_ahead(num_stages, num_microbatches, stage, num_chunks))
         steady = [action for pair in zip(forward[ahead:], backward, strict=False) for action in pair]
         return (*forward[:ahead], *steady, *backward[len(forward) - ahead :])
+
+    def check_chunks(self, num_chunks: int) -> None:
+        """Raise ValueError for several chunks where the schedule does not interleave them."""
+        if num_chunks > 1 and not self.name.interleaves:
+            raise ValueError(f"{num_chunks} chunks need the schedule {Schedule.INTERLEAVED_1F1B}, not {self.name}")
 
     def in_flight(self, num_stages: int, num_microbatches: int, stage: int, num_chunks: int = 1) -> int:
         """Return the most activations that a stage holds at once, each of one microbatch in one chunk."""

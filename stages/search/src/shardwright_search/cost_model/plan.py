@@ -14,7 +14,7 @@ from shardwright.plan.schedules.closed_form import step_time
 from shardwright.plan.schedules.passes import Pass
 from shardwright.plan.schedules.registry import schedule_of
 from shardwright.plan.supported_fields import check_fields
-from shardwright.types import Estimate, Plan, StagePrediction, TimelineEvent
+from shardwright.types import EMBEDDING, HEAD, Estimate, Plan, StagePrediction, TimelineEvent
 from shardwright_search.cost_model.layer import CostModel, picoseconds
 from shardwright_search.cost_model.profiles import Profiles, check_profiles
 from shardwright_search.cost_model.provenance import provenance_warnings
@@ -71,7 +71,8 @@ def simulated_step_ps(plan: Plan, costs: CostModel) -> int:
 def _always_ps(plan: Plan, costs: CostModel) -> int:
     """Return the time of a step whatever its schedule."""
     ranks = [stage.ranks for stage in plan.stages]
-    return offset_ps(costs, ranks) + tied_cost_ps(costs, plan.embedding, plan.head, ranks[0], ranks[-1])
+    ends = (ranks[plan.stage_of(name)] for name in (EMBEDDING, HEAD))
+    return offset_ps(costs, ranks) + tied_cost_ps(costs, plan.embedding, plan.head, *ends)
 
 
 def evaluate(plan: Plan, profiles: Profiles, costs: CostModel | None = None, timeline: bool = True) -> Evaluation:
@@ -97,7 +98,7 @@ def evaluate(plan: Plan, profiles: Profiles, costs: CostModel | None = None, tim
     simulation = simulate(times, *shape) if timeline else Simulation((), step_time_ps(times, *shape))
     objective_ps = always_ps + _closed_form_ps(plan, stages)
     step_s = (simulation.step_ps + always_ps) / _PER_SECOND
-    bound_ps = lower_bound_ps(times, plan.num_microbatches, num_chunks) + always_ps
+    bound_ps = lower_bound_ps(times, plan.num_microbatches, num_chunks, plan.schedule.turns) + always_ps
     splits = plan.schedule.splits
     estimate = Estimate(
         simulated_step_time_s=step_s,

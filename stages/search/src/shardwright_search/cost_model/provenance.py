@@ -157,7 +157,7 @@ def _profiled(profiles: Profiles, type_name: str, degree: int) -> int:
 
 def _layers_on(plan: Plan, device: str) -> Iterator[tuple[str, Strategy]]:
     """Yield the layers of the stages on that device, with embedding and head."""
-    cluster, last = plan.cluster, len(plan.stages) - 1
+    cluster, last = plan.cluster, plan.stage_of(HEAD)
     for number, stage in enumerate(plan.stages):
         if all(cluster.of_rank(rank).device != device for rank in stage.ranks):
             continue

@@ -24,6 +24,7 @@ from shardwright_search.simulation.reduction import Overlap, Reduction
 from shardwright_search.simulation.simulator import StageTimes
 from shardwright_search.step.memory import (
     LayerMemory,
+    PassCounts,
     Phase,
     StageMemory,
     frees_outputs,
@@ -32,7 +33,6 @@ from shardwright_search.step.memory import (
     no_layers,
     pass_counts,
     phases,
-    unreceived_gradients,
 )
 
 _NOTHING = Cost(0, None)
@@ -212,7 +212,7 @@ class StageCosts(msgspec.Struct, frozen=True, kw_only=True):
 
 def range_costs(plan: Plan, costs: CostModel) -> list[RangeCosts]:
     """Return the costs of the layer ranges, in the order in which a micro-batch goes through them."""
-    ranks = [stage.ranks for _ in plan.stages[0].layers for stage in plan.stages]
+    ranks = [plan.stages[stage].ranks for stage, _ in plan.way]
     ranges, samples = _layers(plan), plan.microbatch_samples
     # What a range without layers hands on is what it receives.
     ends = [next(layers[-1] for layers in reversed(ranges[: i + 1]) if layers) for i in range(len(ranges))]
@@ -264,8 +264,7 @@ def _gathered_first(plan: Plan, index: int, layers: Sequence[LayerCost]) -> tupl
     """Return the share of microbatches that gather the first layer, without gathers in `gathers_spared`."""
     if not (layers and (layers[0].gather.alone_ps or layers[-1].gather.alone_ps)):
         return 1.0, 1.0
-    chunk, stage = divmod(index, len(plan.stages))
-    spared = gathers_spared(plan, stage, chunk)
+    spared = gathers_spared(plan, *plan.way[index])
     both = (sum(n for (_, kind), n in spared.items() if kind is during) for during in (Pass.FORWARD, Pass.BACKWARD))
     forward, backward = (1 - count / plan.num_microbatches for count in both)
     return forward, backward
@@ -307,10 +306,10 @@ def stage_costs(plan: Plan, stage: int, ranges: Sequence[RangeCosts]) -> StageCo
     While a microbatch is on its way through a range, that range's own peak comes on top of what others hold. One range
     alone has the phases of the solver; of several, each range's gradients are made by its first backward pass.
     """
-    mine = tuple(ranges[stage :: len(plan.stages)])
+    mine = tuple(here for here, (at, _) in zip(ranges, plan.way, strict=True) if at == stage)
     kept = [here.sum_of("activation_bytes") + here.before_bytes for here in mine]
     if plan.schedule.splits:
-        return _split_stage_costs(plan, stage, mine[0])
+        return _split_stage_costs(plan, stage, mine, ranges[-1])
     if len(mine) == 1:
         count = schedule_of(plan.schedule).in_flight(len(plan.stages), plan.num_microbatches, stage)
         keeps_sums = mine[0].sum_of("memory.gradient_sums") > 0
@@ -330,35 +329,58 @@ def stage_costs(plan: Plan, stage: int, ranges: Sequence[RangeCosts]) -> StageCo
     return StageCosts(ranges=mine, activation_bytes=max_activation_bytes, working_bytes=most)
 
 
-def _split_stage_costs(plan: Plan, stage: int, here: RangeCosts) -> StageCosts:
-    """Return a stage whose backward passes are split.
+class _SplitRange:
+    """What a layer range whose backward passes are split holds in each kind of pass."""
+
+    def __init__(self, here: RangeCosts, passes: Sequence[int]) -> None:
+        left = [each.deferred_bytes for each in here.weight_passes]
+        made = [layer.memory.gradients + layer.memory.gradient_sums for layer in here.layers]
+        self.kept, self.deferred = here.sum_of("activation_bytes") + here.before_bytes, sum(left)
+        self.joint = sum(each for each, later in zip(made, left, strict=True) if not later)
+        """Gradients of layers whose backward passes are whole."""
+        self.later = sum(made) - self.joint
+        self.forward, self.backward = passes[0], here.split_backward_bytes()
+        self.first_weight = here.first_weight_bytes()
+
+    def working(self, counts: PassCounts, weights: bool) -> int:
+        """Return the peak bytes of the pass; `weights`: whether gradients of weight passes are there."""
+        match counts.kind:
+            case Pass.FORWARD:
+                return self.forward
+            case Pass.BACKWARD:
+                return self.backward[counts.makes]
+            case _:
+                return self.deferred if weights else self.first_weight
+
+
+def _split_stage_costs(plan: Plan, stage: int, mine: tuple[RangeCosts, ...], last: RangeCosts) -> StageCosts:
+    """Return a stage whose backward passes are split; `last`: the range with the head.
 
     What these leave is held until their weight passes, of which the first makes the gradients of layers with any.
     """
-    left = [each.deferred_bytes for each in here.weight_passes]
-    kept, deferred = here.sum_of("activation_bytes") + here.before_bytes, sum(left)
-    made = [layer.memory.gradients + layer.memory.gradient_sums for layer in here.layers]
-    joint = sum(each for each, later in zip(made, left, strict=True) if not later)
-    backward = here.split_backward_bytes()
-    max_activation_bytes = most = weights = 0
-    shape = schedule_of(plan.schedule), len(plan.stages), plan.num_microbatches, stage
-    for counts, sent in zip(pass_counts(*shape, 1), unreceived_gradients(*shape), strict=True):
-        held = counts.in_flight[0] * kept + counts.deferred[0] * deferred
-        own = deferred if counts.kind is Pass.WEIGHT else kept
-        match counts.kind:
-            case Pass.FORWARD:
-                working, *_ = here.pass_bytes(-1, False)
-            case Pass.BACKWARD:
-                working = backward[counts.makes]
-            case _:
-                working = deferred if weights else here.first_weight_bytes()
-        there = counts.made[0] * joint + weights
+    several = len(mine) > 1
+    frees = several and frees_outputs(plan.model)
+    passes = [here.pass_bytes(-2 if several and here is last else -1, frees) for here in mine]
+    held_by = [_SplitRange(*each) for each in zip(mine, passes, strict=True)]
+    freed = [frees * here.after_bytes for here in mine]
+    weights = [False] * len(mine)
+    max_activation_bytes = most = 0
+    shape = len(plan.stages), plan.num_microbatches, stage, len(mine)
+    for counts in pass_counts(schedule_of(plan.schedule), *shape):
+        here = held_by[counts.chunk]
+        held = sum(count * each.kept for count, each in zip(counts.in_flight, held_by, strict=True))
+        held += sum(count * each.deferred for count, each in zip(counts.deferred, held_by, strict=True))
+        held -= sum(map(mul, counts.freed, freed))
+        there = sum(made * each.joint for made, each in zip(counts.made, held_by, strict=True))
+        there += sum(done * each.later for done, each in zip(weights, held_by, strict=True))
+        sent = sum(count * each.before_bytes for count, each in zip(counts.unreceived, mine, strict=True))
+        own = here.deferred if counts.kind is Pass.WEIGHT else here.kept
         max_activation_bytes = max(max_activation_bytes, held + own)
-        most = max(most, held + there + working + sent * here.before_bytes)
-        if counts.kind is Pass.WEIGHT:
-            weights = sum(made) - joint
-    most += here.before_bytes + here.after_bytes + max(here.before_bytes, here.after_bytes)
-    return StageCosts(ranges=(here,), activation_bytes=max_activation_bytes, working_bytes=most)
+        most = max(most, held + there + here.working(counts, weights[counts.chunk]) + sent)
+        weights[counts.chunk] |= counts.kind is Pass.WEIGHT
+    before, after = max(here.before_bytes for here in mine), max(here.after_bytes for here in mine)
+    most += before + after + max(before, after)
+    return StageCosts(ranges=mine, activation_bytes=max_activation_bytes, working_bytes=most)
 
 
 @lru_cache(maxsize=4096)
@@ -393,7 +415,7 @@ def _turns(plan: Plan, costs: CostModel) -> list[list[Turns]]:
 
 def _by_range(plan: Plan, embedding: _OfLayer, blocks: Sequence[_OfLayer], head: _OfLayer) -> list[list[_OfLayer]]:
     """Return values of the layers by range, in the order in which a micro-batch goes through them."""
-    bounds = [stage.layers[chunk] for chunk in range(len(plan.stages[0].layers)) for stage in plan.stages]
+    bounds = [plan.stages[stage].layers[chunk] for stage, chunk in plan.way]
     ranges = [list(blocks[low:high]) for low, high in bounds]
     ranges[0].insert(0, embedding)
     ranges[-1].append(head)

@@ -13,7 +13,7 @@ def chrome_trace(plan: Plan, estimate: Estimate) -> dict[str, Any]:
 
     Times are in microseconds with all digits down to the picosecond (Google's "Trace Event Format").
     """
-    lanes = by_lane(estimate.timeline)
+    lanes = by_lane(estimate.timeline, plan.schedule.turns)
     names = [
         _name("process_name", stage, 0, f"stage {stage}, ranks {_ranks(plan, stage)}")
         for stage in range(len(plan.stages))

@@ -1,5 +1,6 @@
 """Event-driven simulation of one step: the very action lists that the runtime executes."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import lcm
@@ -94,7 +95,7 @@ def simulate(
 ) -> Simulation:
     """Simulate the schedule: an action starts when its stage is free and its message has arrived.
 
-    `ranges` are in the order a microbatch goes through them: chunk 0 of every stage, then chunk 1 of every stage.
+    `ranges` are in the order a microbatch goes through them (`Schedule.way`).
 
     Sends are asynchronous: they delay the receiver, not the sender; a link carries one message of a direction at a
     time. What a backward pass reduces overlaps with it (see `backward_pass`): its message leaves when the backward pass
@@ -102,14 +103,14 @@ def simulate(
     clipping needs the norm of all gradients.
     """
     num_stages = len(ranges) // num_chunks
-    order = _order(schedule, num_stages, num_microbatches, num_chunks)
+    order, way = _order(schedule, num_stages, num_microbatches, num_chunks), schedule.way(num_stages, num_chunks)
     steps = _steps(ranges, schedule)
     times = _run_passes(order, steps, num_stages, num_microbatches)
     events = []
     for slot, then, step, stage, _ in order:
         here, microbatch = steps[step], slot % num_microbatches
         start, there = times.starts[slot], times.arrivals[then]
-        chunk = here.range_number // num_stages
+        _, chunk = way[here.range_number]
         which = None if here.last else microbatch
         events += [
             Event(stage, here.kind, microbatch, chunk, start, start + here.times.gradient_ps),
@@ -117,7 +118,7 @@ def simulate(
             *(Event(stage, "gradient_sync", which, chunk, start + a, start + b) for a, b in here.times.reductions_ps),
         ]
     over = max(times.free)
-    events += [Event(i, "optimizer", None, None, over, over + last) for i, last in _optimizers(ranges, num_chunks)]
+    events += [Event(i, "optimizer", None, None, over, over + last) for i, last in _optimizers(ranges, way)]
     step_ps = max(event.end_ps for event in events[-num_stages:])
     return Simulation(
         tuple(sorted((e for e in events if e.end_ps > e.start_ps), key=lambda e: (e.start_ps, e.stage))), step_ps
@@ -146,7 +147,7 @@ def step_time_ps(ranges: Sequence[StageTimes], schedule: Schedule, num_microbatc
     if pace_ps is None:
         before_ps, _ = _played(ranges, schedule, fewer - period, num_chunks)
         pace_ps = step_ps - before_ps
-    return max(step_ps + more * pace_ps, lower_bound_ps(ranges, num_microbatches, num_chunks))
+    return max(step_ps + more * pace_ps, lower_bound_ps(ranges, num_microbatches, num_chunks, schedule.turns))
 
 
 def num_played(num_ranges: int, num_stages: int, num_microbatches: int) -> int:
@@ -171,7 +172,7 @@ def _played(
     num_stages = len(ranges) // num_chunks
     order = _order(schedule, num_stages, num_microbatches, num_chunks)
     times = _run_passes(order, _steps(ranges, schedule), num_stages, num_microbatches)
-    step_ps = max(times.free) + max(last for _, last in _optimizers(ranges, num_chunks))
+    step_ps = max(times.free) + max(last for _, last in _optimizers(ranges, schedule.way(num_stages, num_chunks)))
     return step_ps, times.starts[:-num_microbatches]
 
 
@@ -190,8 +191,10 @@ def _period(starts: NDArray[np.int64], num_stages: int) -> tuple[int, int | None
     return count // 2, None
 
 
-def lower_bound_ps(ranges: Sequence[StageTimes], num_microbatches: int, num_chunks: int = 1) -> int:
-    """Return a lower bound of the step time for any order of the passes.
+def lower_bound_ps(
+    ranges: Sequence[StageTimes], num_microbatches: int, num_chunks: int = 1, turns: bool = False
+) -> int:
+    """Return a lower bound of the step time for any order of the passes; `turns`: of chunks in the form of a V.
 
     Range j starts when the first microbatch has come through the ranges before it. Then its stage does all passes of it
     and of the later ranges that the stage holds, with their reductions. The last of these passes is a backward pass:
@@ -200,10 +203,10 @@ def lower_bound_ps(ranges: Sequence[StageTimes], num_microbatches: int, num_chun
     """
     bounds = []
     fill = 0
-    num_stages = len(ranges) // num_chunks
+    way = (Schedule.ZERO_BUBBLE_V if turns else Schedule.INTERLEAVED_1F1B).way(len(ranges) // num_chunks, num_chunks)
     early, last = ([here.backward_pass(is_last) for here in ranges] for is_last in (False, True))
     for j, first in enumerate(ranges):
-        stage_ranges = range(j, len(ranges), num_stages)
+        stage_ranges = [i for i in range(j, len(ranges)) if way[i][0] == way[j][0]]
         forward = sum(ranges[i].forward_ps for i in stage_ranges)
         reduced = sum((num_microbatches - 1) * early[i].busy_ps + last[i].busy_ps for i in stage_ranges)
         further = sum(num_microbatches * sum(ranges[i].further_ps.values()) for i in stage_ranges)
@@ -213,13 +216,15 @@ def lower_bound_ps(ranges: Sequence[StageTimes], num_microbatches: int, num_chun
             back += ranges[k].send_ps + last[k].gradient_ps
         bounds.append(fill + num_microbatches * forward + reduced + max(drains))
         fill += first.forward_ps + first.send_ps
-    return max(bounds) + max(last_ps for _, last_ps in _optimizers(ranges, num_chunks))
+    return max(bounds) + max(last_ps for _, last_ps in _optimizers(ranges, way))
 
 
-def _optimizers(ranges: Sequence[StageTimes], num_chunks: int) -> list[tuple[int, int]]:
+def _optimizers(ranges: Sequence[StageTimes], way: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return every stage with the time of its optimizer."""
-    num_stages = len(ranges) // num_chunks
-    return [(stage, sum(times.optimizer_ps for times in ranges[stage::num_stages])) for stage in range(num_stages)]
+    times = Counter[int]()
+    for here, (stage, _) in zip(ranges, way, strict=True):
+        times[stage] += here.optimizer_ps
+    return sorted(times.items())
 
 
 class _Step(NamedTuple):
@@ -264,20 +269,26 @@ def _order(schedule: Schedule, num_stages: int, num_microbatches: int, num_chunk
     """Return the actions of all stages, each after those it depends on; cached, since many plans are simulated."""
     pipeline_schedule, num_ranges = schedule_of(schedule), num_stages * num_chunks
     kinds = pipeline_schedule.kinds
-    before, way = {kind: number * num_ranges for number, kind in enumerate(kinds)}, len(kinds) * num_ranges
+    before, length = {kind: number * num_ranges for number, kind in enumerate(kinds)}, len(kinds) * num_ranges
+    way = schedule.way(num_stages, num_chunks)
+    index = {place: number for number, place in enumerate(way)}
 
     def ordered(kind: Pass, microbatch: int, chunk: int, stage: int) -> _OrderedAction:
-        through, forward = chunk * num_stages + stage, kind.way > 0
+        through, forward = index[stage, chunk], kind.way > 0
         step = before[kind] + (num_ranges - 1 - through if kind.way < 0 else through)
-        link = 2 * stage + forward
-        # No link carries what a stage hands to itself at the model's end, what the way ends with, or a silent pass.
+        # A stage has a link to the next stage and one to the previous stage.
+        link = 2 * stage + (forward is not (schedule.turns and chunk % 2 == 1))
+        # No link carries what a stage hands to itself at the model's end or between chunks, what the way ends with, or
+        # a silent pass.
         if not kind.way:
             link = 2 * num_stages + 2
         elif through == (num_ranges - 1 if forward else 0):
             link = 2 * num_stages + forward
+        elif way[through + kind.way][0] == stage:
+            link = 2 * num_stages + 3 + forward
         last = microbatch == num_microbatches - 1
-        slot, then = (at * num_microbatches + microbatch for at in (step, step + 1 if kind.way else way))
-        return _OrderedAction(slot, then, step + last * way, stage, link)
+        slot, then = (at * num_microbatches + microbatch for at in (step, step + 1 if kind.way else length))
+        return _OrderedAction(slot, then, step + last * length, stage, link)
 
     lists = [pipeline_schedule.actions(num_stages, num_microbatches, stage, num_chunks) for stage in range(num_stages)]
     waiting = [[ordered(*action, stage) for action in reversed(actions)] for stage, actions in enumerate(lists)]
@@ -309,7 +320,7 @@ def _run_passes(
     busy = [step.times.busy_ps for step in steps]
     sends = [step.send_ps for step in steps]
     slots = (len(steps) // 2 + 1) * num_microbatches
-    starts, arrivals, free, sent = [0] * slots, [0] * slots, [0] * num_stages, [0] * (2 * num_stages + 3)
+    starts, arrivals, free, sent = [0] * slots, [0] * slots, [0] * num_stages, [0] * (2 * num_stages + 5)
     for slot, then, step, stage, link in order:
         start = arrivals[slot]
         if free[stage] > start:

@@ -10,6 +10,7 @@ from msgspec.structs import asdict, replace
 
 from shardwright.io import BadInput
 from shardwright.plan.axes import effective
+from shardwright.plan.chunks import placed
 from shardwright.types import (
     Cluster,
     DataParallel,
@@ -19,6 +20,7 @@ from shardwright.types import (
     Model,
     PipelineStage,
     Plan,
+    Schedule,
     Strategy,
 )
 
@@ -106,7 +108,7 @@ def plan_of_uniform(
             name=name,
             model=model,
             cluster=cluster,
-            stages=stages_of(cut, uniform.pp_size, layer.tp_size * layer.cp_size * layer.dp_size),
+            stages=stages_of(cut, uniform.pp_size, layer.tp_size * layer.cp_size * layer.dp_size, settings["schedule"]),
             embedding=outer,
             head=outer,
             layers=tuple(_of_type(layer, kind, model) for kind in model.layers),
@@ -126,10 +128,12 @@ def even_cuts(layers: int, pp_size: int) -> tuple[int, ...]:
     return tuple(sum(sizes[:i]) for i in range(pp_size + 1))
 
 
-def stages_of(ranges: Sequence[tuple[int, int]], pp_size: int, width: int) -> tuple[PipelineStage, ...]:
-    """Pipeline stages on equal blocks of ranks, which hold the layer ranges by turns."""
-    ranks = [tuple(range(i * width, (i + 1) * width)) for i in range(pp_size)]
-    return tuple(PipelineStage(ranks=ranks[i], layers=tuple(ranges[i::pp_size])) for i in range(pp_size))
+def stages_of(
+    ranges: Sequence[tuple[int, int]], pp_size: int, width: int, schedule: Schedule = Schedule.ONE_F_ONE_B
+) -> tuple[PipelineStage, ...]:
+    """Pipeline stages on equal blocks of ranks, which hold the layer ranges as the schedule places them."""
+    ranks, held = [tuple(range(i * width, (i + 1) * width)) for i in range(pp_size)], placed(ranges, schedule, pp_size)
+    return tuple(PipelineStage(ranks=ranks[i], layers=held[i]) for i in range(pp_size))
 
 
 def spelled(layer: LayerStrategy) -> LayerStrategy:

@@ -10,7 +10,8 @@ as large, and of one microbatch the gradients of its inputs and of its outputs.
 Of a stage with several chunks the action list is walked. A chunk's gradients are made by its first backward pass, layer
 by layer; while a microbatch is on its way through a chunk, the most that it holds there comes on top of the activations
 and gradients that all chunks hold. The runtime frees an output when a message of the next stage shows that it was
-received. There it is counted so; of a stage with one chunk outputs are counted until their backward pass.
+received, or when the next chunk of the same stage takes it for its input. There it is counted so; of a stage with one
+chunk outputs are counted until their backward pass.
 """
 
 from collections.abc import Iterator, Sequence
@@ -146,65 +147,76 @@ class PassCounts(NamedTuple):
     """True for each chunk whose gradients are there, because it has been through a backward pass before."""
     makes: bool
     """True in the first backward pass of the chunk worked on."""
+    unreceived: tuple[int, ...]
+    """Gradients by chunk that were sent and are not known to be received."""
 
 
 def pass_counts(
     schedule: PipelineSchedule, num_stages: int, num_microbatches: int, stage: int, num_chunks: int
 ) -> Iterator[PassCounts]:
     """Yield the moment of every action of a stage, in order."""
-    receiver = (stage + 1) % num_stages
-    here, there = (schedule.actions(num_stages, num_microbatches, at, num_chunks) for at in (stage, receiver))
-    order = {action: number for number, action in enumerate(there)} if num_stages > 1 else {}
-
-    def number_there(action: Action, step: int) -> int | None:
-        """Return the number of the receiver's action that is this one a step further along the chunks."""
-        kind, microbatch, own = action
-        chunk, at = divmod(own * num_stages + stage + step, num_stages)
-        return order.get(Action(kind, microbatch, chunk)) if at == receiver else None
-
-    made, pending, held = [False] * num_chunks, list[tuple[int, int]](), [0] * num_chunks
+    peers = _Peers(schedule, num_stages, num_microbatches, stage, num_chunks)
+    made, pending = [False] * num_chunks, list[_Message]()
     kept = {kind.needs: [0] * num_chunks for kind in schedule.kinds if kind.needs is not None}
     in_flight, later = kept[Pass.FORWARD], [counts for needs, counts in kept.items() if needs != Pass.FORWARD]
-    sends = [number_there(Action(Pass.FORWARD, 0, chunk), 1) is not None for chunk in range(num_chunks)]
-    for action in here:
+    leaves = [peers.message(Action(Pass.FORWARD, 0, chunk), 1) is not None for chunk in range(num_chunks)]
+    for action in peers.lists[stage]:
         kind, _, chunk = action
         if kind.needs is not None:
             kept[kind.needs][chunk] -= 1
-        done = number_there(action, -kind.way)
-        if done is not None:
-            for _, at in (each for each in pending if each[0] <= done):
-                held[at] -= 1
-            pending = [each for each in pending if each[0] > done]
-        freed = tuple((count - held[at]) * sends[at] for at, count in enumerate(in_flight))
+        if (heard := peers.heard_with(action)) is not None:
+            pending = [each for each in pending if each.peer != heard.peer or each.taken_at > heard.taken_at]
+        outputs, gradients = ([0] * num_chunks for _ in (1, -1))
+        for each in pending:
+            (outputs if each.way > 0 else gradients)[each.chunk] += 1
+        freed = tuple((count - outputs[at]) * leaves[at] for at, count in enumerate(in_flight))
         deferred, makes = tuple(map(sum, zip(*later, strict=True))), kind.makes_gradients and not made[chunk]
-        yield PassCounts(kind, chunk, tuple(in_flight), deferred, freed, tuple(made), makes)
+        yield PassCounts(kind, chunk, tuple(in_flight), deferred, freed, tuple(made), makes, tuple(gradients))
         if kind in kept:
             kept[kind][chunk] += 1
         made[chunk] |= kind.makes_gradients
-        if kind.way > 0 and (received := number_there(action, 1)) is not None:
-            pending.append((received, chunk))
-            held[chunk] += 1
+        if kind.way and (sent := peers.message(action, kind.way)) is not None:
+            pending.append(sent)
 
 
-def unreceived_gradients(
-    schedule: PipelineSchedule, num_stages: int, num_microbatches: int, stage: int
-) -> Iterator[int]:
-    """Yield, for every action of a stage, the gradients sent before that are not known to be received.
+class _Message(NamedTuple):
+    """A message between a chunk of a stage and a peer: another stage, or the stage's next chunk."""
 
-    Their memory is free once a message of the stage that receives them shows that it is past them.
-    """
-    here = schedule.actions(num_stages, num_microbatches, stage)
-    if stage == 0:
-        yield from (0 for _ in here)
-        return
-    order = {action: i for i, action in enumerate(schedule.actions(num_stages, num_microbatches, stage - 1))}
-    pending = list[int]()
-    for action in here:
-        if action.kind.way > 0:
-            pending = [taken_at for taken_at in pending if taken_at > order[action]]
-        yield len(pending)
-        if action.kind.way < 0:
-            pending.append(order[action])
+    peer: int
+    taken_at: int
+    """Number of the peer's action that it is for, or that it comes from."""
+    way: int
+    chunk: int
+    """The chunk at this side."""
+
+
+class _Peers:
+    """The actions of a stage and of those with which it exchanges messages."""
+
+    def __init__(
+        self, schedule: PipelineSchedule, num_stages: int, num_microbatches: int, stage: int, num_chunks: int
+    ) -> None:
+        self.stage, self.way = stage, schedule.name.way(num_stages, num_chunks)
+        self.index = {place: number for number, place in enumerate(self.way)}
+        ends = [self.index[stage, chunk] + step for chunk in range(num_chunks) for step in (-1, 1)]
+        peers = {self.way[end][0] for end in ends if 0 <= end < len(self.way)} | {stage}
+        self.lists = {peer: schedule.actions(num_stages, num_microbatches, peer, num_chunks) for peer in peers}
+        self.numbers = {peer: {action: i for i, action in enumerate(own)} for peer, own in self.lists.items()}
+
+    def message(self, action: Action, step: int) -> _Message | None:
+        """Return the message between an action and the same pass a step further along the way; None at its ends."""
+        there = self.index[self.stage, action.chunk] + step
+        if not 0 <= there < len(self.way):
+            return None
+        peer, chunk = self.way[there]
+        return _Message(peer, self.numbers[peer][action._replace(chunk=chunk)], step, action.chunk)
+
+    def heard_with(self, action: Action) -> _Message | None:
+        """Return the message that an action begins with; what comes from this stage is taken with the action itself."""
+        heard = self.message(action, -action.kind.way) if action.kind.way else None
+        if heard is not None and heard.peer == self.stage:
+            return heard._replace(taken_at=self.numbers[self.stage][action])
+        return heard
 
 
 def layer_passes(gradients: ArrayLike, activation: ArrayLike, workspace: ArrayLike) -> LayerMemory:

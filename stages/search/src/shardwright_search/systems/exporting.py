@@ -115,7 +115,8 @@ def uniform_of(
     check_recompute(plan, target, kinds)
     count, pp_size, chunks = plan.num_microbatches, len(plan.stages), len(plan.stages[0].layers)
     feature = f"{count} interleaved microbatches, which {pp_size} pipeline stages do not divide"
-    target.demand(chunks == 1 or count % pp_size == 0, feature, "choose a multiple of the pipeline stages")
+    holds = chunks == 1 or plan.schedule.turns or count % pp_size == 0
+    target.demand(holds, feature, "choose a multiple of the pipeline stages")
     first = _shared_strategy(plan, target)
     _check_context_alike(plan, target)
     return UniformStrategy(
@@ -124,7 +125,7 @@ def uniform_of(
         micro_batch_size=plan.microbatch_samples // first.dp_size,
         gradient_reduction=plan.gradient_reduction,
         chunks=chunks,
-        ranges=tuple(stage.layers[chunk] for chunk in range(chunks) for stage in plan.stages),
+        ranges=tuple(plan.stages[stage].layers[chunk] for stage, chunk in plan.way),
     )
 
 

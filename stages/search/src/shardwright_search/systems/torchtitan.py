@@ -22,6 +22,7 @@ from shardwright.estimate.runtimes import RUNTIMES, RuntimeName
 from shardwright.io import BadInput
 from shardwright.models.registry import FAMILIES
 from shardwright.models.traits import Torchtitan
+from shardwright.plan.chunks import placed
 from shardwright.types import (
     FP8,
     ContextParallel,
@@ -143,9 +144,13 @@ _HARMLESS_SECTIONS = {
     *("compile", "experimental"),
 }
 _OTHER_SECTION = Settings(harmless=("precompute_float8_dynamic_scale_for_fsdp",), strict=False)
-_READ_SCHEDULES = {"1F1B": Schedule.ONE_F_ONE_B, "GPipe": Schedule.GPIPE, "Interleaved1F1B": Schedule.INTERLEAVED_1F1B}
-_OF_RANGES = ("Interleaved1F1B",)
-"""Schedules of stages with several layer ranges."""
+_OF_RANGES = {
+    "Interleaved1F1B": Schedule.INTERLEAVED_1F1B,
+    "InterleavedZeroBubble": Schedule.INTERLEAVED_ZERO_BUBBLE,
+    "ZBVZeroBubble": Schedule.ZERO_BUBBLE_V,
+}
+"""Schedules of stages with several layer ranges, by torch's names."""
+_READ_SCHEDULES = {"1F1B": Schedule.ONE_F_ONE_B, "GPipe": Schedule.GPIPE, **_OF_RANGES}
 _MODES = ("none", "full", "selective")
 _PERIOD = re.compile(r"[1-9][0-9]{0,6}")
 _BY_OPERATOR = (
@@ -343,7 +348,12 @@ def _scheduled(file: str, parallel: Mapping[str, Any], plan: Plan) -> Plan:
     if (chunks > 1) != (name in _OF_RANGES):
         problem = f"pipeline_parallel_schedule {name} with {chunks} layer ranges a stage is not priced"
         raise BadInput(file, problem, "list the modules of each part in module_fqns_per_model_part, as it needs them")
-    return replace(plan, schedule=kind)
+    if kind.turns and chunks != 2:
+        problem = f"pipeline_parallel_schedule {name} with {chunks} layer ranges a stage"
+        raise BadInput(file, problem, "list two parts for each stage in module_fqns_per_model_part")
+    held = placed([plan.stages[stage].layers[chunk] for stage, chunk in plan.way], kind, len(plan.stages))
+    stages = (replace(stage, layers=layers) for stage, layers in zip(plan.stages, held, strict=True))
+    return replace(plan, schedule=kind, stages=tuple(stages))
 
 
 def _every_nth(plan: Plan, period: int) -> Plan:
@@ -363,6 +373,7 @@ Toml = str | int | Sequence[str] | Sequence[Sequence[str]]
 _TARGET = "torchtitan"
 _SCHEDULES = {Schedule.GPIPE: "GPipe", Schedule.ONE_F_ONE_B: "1F1B", Schedule.INTERLEAVED_1F1B: "1F1B"}
 """Names of the schedules of stages with one layer range."""
+_SCHEDULES_OF_RANGES = {kind: name for name, kind in _OF_RANGES.items()}
 _FILLED = ("1F1B",)
 """Schedules that torch refuses with fewer microbatches than stages."""
 
@@ -394,7 +405,7 @@ def torchtitan_toml(plan: Plan, plan_file: object) -> Exported:
     kernels = kernel_notes(replace(plan, compile=False))
     return Exported(
         "\n".join(_section(name, keys) for name, keys in sections.items()),
-        (f"run it on {plan.world_size} ranks", newer, *_model_notes(plan), *kernels),
+        (f"run it on {plan.world_size} ranks", newer, *_model_notes(plan), *_order_notes(plan), *kernels),
         beside=() if obstacle else ((f"{MODULE}.py", module_of(plan, uniform, sections)),),
     )
 
@@ -414,6 +425,11 @@ def _scaling(plan: Plan) -> Mapping[str, Mapping[str, Toml]]:
     if plan.precision.compute != FP8 or scaled_in(plan) == "mxfp8":
         return {}
     return {"quantize.linear.float8": {"recipe_name": "rowwise", "filter_fqns": ["output"]}}
+
+
+def _order_notes(plan: Plan) -> Iterator[str]:
+    if plan.schedule.splits:
+        yield f"torch orders the passes of {plan.schedule} itself: as if all took as long, the memory is the same"
 
 
 def _model_notes(plan: Plan) -> Iterator[str]:
@@ -493,17 +509,22 @@ def _check_pipeline(plan: Plan, uniform: UniformStrategy, target: ExportTarget) 
     """Raise BadInput for pipelines that torch's schedules refuse, or that torchtitan cannot cut."""
     if uniform.pp_size == 1:
         return
-    target.demand_schedule(plan, _SCHEDULES)
+    target.demand_schedule(plan, _names(uniform))
     feature = f"1f1b with {plan.num_microbatches} microbatches in {uniform.pp_size} pipeline stages"
     holds = _schedule(plan, uniform) not in _FILLED or plan.num_microbatches >= uniform.pp_size
     target.demand(holds, feature, "choose at least as many microbatches")
+    target.demand(not (plan.compile and plan.schedule.splits), f"compile under {plan.schedule}", "leave compile out")
     feature = "tied embedding and head in several pipeline stages"
     target.demand(not plan.model.tied, feature, "untie them or choose one stage")
 
 
 def _schedule(plan: Plan, uniform: UniformStrategy) -> str:
     """Return torch's name of a schedule, which depends on the number of layer ranges of a stage."""
-    return _SCHEDULES[plan.schedule] if uniform.chunks == 1 else "Interleaved1F1B"
+    return _names(uniform)[plan.schedule]
+
+
+def _names(uniform: UniformStrategy) -> Mapping[Schedule, str]:
+    return _SCHEDULES if uniform.chunks == 1 else _SCHEDULES_OF_RANGES
 
 
 def _batch(plan: Plan, uniform: UniformStrategy) -> dict[str, Toml]:

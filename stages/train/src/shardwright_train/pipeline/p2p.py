@@ -1,5 +1,6 @@
 """A rank's place in the pipeline, and the messages to and from the neighbouring pipeline stages."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import ge
@@ -42,29 +43,39 @@ class Port:
     """Pieces of each tensor."""
 
 
+class Handover(NamedTuple):
+    """A connection between two chunks of this rank: what one makes is what the other begins with."""
+
+    chunk: int
+    """The chunk at the other side of the cut."""
+
+
+Connection = Port | Handover
+
+
 @dataclass(frozen=True)
 class Pipeline:
     """A rank's place in the pipeline: the source and destination of its chunks' messages, by pass and chunk.
 
-    Every pair of ranks has a separate group for each direction, and with interleaved stages for each of the two ways
+    Every pair of ranks has a separate group for each direction, and with several chunks for each of the two ways
     around, so that no message waits for one of another kind: NCCL runs the operations of one communicator in order, so
     two ranks that send to each other over the same one would deadlock.
     """
 
     context: RankContext
-    incoming: Mapping[tuple[Pass, int], Port]
-    outgoing: Mapping[tuple[Pass, int], Port]
+    incoming: Mapping[tuple[Pass, int], Connection]
+    outgoing: Mapping[tuple[Pass, int], Connection]
 
     @classmethod
     def of_rank(cls, context: RankContext) -> "Pipeline":
         """Return a rank's place in the pipeline; no gradients are sent back if nothing before a cut is trained."""
-        incoming, outgoing = {}, {}
+        incoming, outgoing = dict[tuple[Pass, int], Connection](), dict[tuple[Pass, int], Connection]()
         for cut in cuts(context.plan):
             for kind, source, target in cut.ways(needs_gradient(context.plan, *cut.target)):
                 if source[0] == context.stage_index:
-                    outgoing[kind, source[1]] = _port(context, cut, kind, target, sends=True)
+                    outgoing[kind, source[1]] = _connection(context, cut, kind, target, sends=True)
                 if target[0] == context.stage_index:
-                    incoming[kind, target[1]] = _port(context, cut, kind, source, sends=False)
+                    incoming[kind, target[1]] = _connection(context, cut, kind, source, sends=False)
         return cls(context, incoming, outgoing)
 
     def actions(self) -> tuple[Action, ...]:
@@ -80,7 +91,8 @@ class StageAlone(Pipeline):
     def of_pipeline(cls, pipeline: Pipeline) -> "StageAlone":
         """The place of a rank in a pipeline, without sends and receives."""
         incoming, outgoing = (
-            {key: _cut_off(port) for key, port in ports.items()} for ports in (pipeline.incoming, pipeline.outgoing)
+            {key: port if isinstance(port, Handover) else _cut_off(port) for key, port in ports.items()}
+            for ports in (pipeline.incoming, pipeline.outgoing)
         )
         return cls(pipeline.context, incoming, outgoing)
 
@@ -89,8 +101,10 @@ class StageAlone(Pipeline):
         return until_fullest(super().actions())
 
 
-def _port(context: RankContext, cut: Cut, kind: Pass, there: tuple[int, int], sends: bool) -> Port:
+def _connection(context: RankContext, cut: Cut, kind: Pass, there: tuple[int, int], sends: bool) -> Connection:
     plan, me = context.plan, context.me
+    if cut.is_local:
+        return Handover(there[1])
     layout = cut.before if sends is (kind.way > 0) else cut.after
     ranks = plan.stages[there[0]].ranks
     shapes, pieces = [], []
@@ -135,16 +149,17 @@ class _Expected(NamedTuple):
 
 @dataclass
 class Messages:
-    """The messages of a step: pending receives, and sends not yet known to be received."""
+    """The messages of a step: pending receives, sends not yet known to be received, what chunks hand to each other."""
 
     pipeline: Pipeline
     expected: dict[Action, tuple[list[Tensor], list[_Expected]]] = field(default_factory=dict)
     sends: list[_Sent] = field(default_factory=list)
+    handed: dict[Action, list[Tensor]] = field(default_factory=dict)
 
     def expect(self, action: Action) -> None:
         """Start to receive an action's inputs; called when the previous action begins, so that both overlap."""
         port = self.pipeline.incoming.get((action.kind, action.chunk))
-        if port is not None:
+        if isinstance(port, Port):
             context = self.pipeline.context
             dtype = torch_dtype(context.plan.precision.compute)
             tensors = [torch.empty(shape, dtype=dtype, device=context.device) for shape in port.shapes]
@@ -159,6 +174,8 @@ class Messages:
         port = self.pipeline.incoming.get((action.kind, action.chunk))
         if port is None:
             return []
+        if isinstance(port, Handover):
+            return self.handed.pop(action)
         tensors, coming = self.expected.pop(action)
         for target, buffer, work in coming:
             work.wait()
@@ -179,6 +196,9 @@ class Messages:
     def send(self, tensors: Sequence[Tensor], action: Action) -> None:
         """Send the outputs of an action."""
         port = self.pipeline.outgoing[action.kind, action.chunk]
+        if isinstance(port, Handover):
+            self.handed[action._replace(chunk=port.chunk)] = list(tensors)
+            return
         stage, chunk = port.there
         taken_at = port.order[action._replace(chunk=chunk)]
         for x, pieces in zip(tensors, port.pieces, strict=True):
@@ -188,10 +208,18 @@ class Messages:
                 self.sends.append(_Sent(stage, taken_at, work, part))
 
     def send_after_the_last(self, tensors: Sequence[Tensor], action: Action) -> None:
-        """Send outputs if no later message shows that they were received, then wait for all earlier sends.
+        """Send outputs; if no later message shows that they were received, then wait for all earlier sends.
 
         In forward passes alone the neighbours have begun to receive these: no rank is two actions ahead of the next.
+        In a V the same neighbour sends outputs, too.
         """
+        port = self.pipeline.outgoing[action.kind, action.chunk]
+        coming = (other for (kind, _), other in self.pipeline.incoming.items() if kind is Pass.FORWARD)
+        if isinstance(port, Handover) or any(
+            isinstance(other, Port) and other.there[0] == port.there[0] for other in coming
+        ):
+            self.send(tensors, action)
+            return
         before, self.sends = self.sends, []
         self.send(tensors, action)
         for sent in before:
@@ -242,27 +270,31 @@ def until_fullest(actions: Sequence[Action]) -> tuple[Action, ...]:
     return tuple(action for action in actions if action.microbatch in begun)
 
 
-class _Held(NamedTuple):
-    """What a stage with weight passes holds: numbers of microbatches, and whether its gradients are there."""
-
-    in_flight: int
-    deferred: int
-    made: bool
+_Held = tuple[int, ...]
+"""What a stage with weight passes holds of each chunk: microbatches in flight, deferred ones, whether gradients are
+there."""
 
 
 def _held(actions: Sequence[Action]) -> Iterator[_Held]:
     """Yield what a stage holds after each action."""
-    done = dict.fromkeys(Pass, 0)
+    chunks = sorted({action.chunk for action in actions})
+    done = Counter[tuple[Pass, int]]()
     for action in actions:
-        done[action.kind] += 1
-        forward, backward, weight = done.values()
-        yield _Held(forward - backward, backward - weight, weight > 0)
+        done[action.kind, action.chunk] += 1
+        counts = [[done[kind, chunk] for kind in Pass] for chunk in chunks]
+        yield tuple(n for f, b, w in counts for n in (f - b, b - w, w > 0))
 
 
 def most_held(actions: Sequence[Action]) -> frozenset[_Held]:
     """Return what a stage with weight passes holds at moments that hold no less of anything than any other moment."""
     held = set(_held(actions))
     return frozenset(each for each in held if not any(more != each and all(map(ge, more, each)) for more in held))
+
+
+def holds_as_much(actions: Sequence[Action], whole: Sequence[Action]) -> bool:
+    """Return whether a stage holds at some moment at least what it holds at each moment of a whole step."""
+    held = most_held(actions)
+    return all(any(all(map(ge, more, each)) for more in held) for each in most_held(whole))
 
 
 def _cut_off(port: Port) -> Port:

@@ -1,0 +1,25 @@
+"""Interleaved 1F1B with split backward passes, as torch's `ScheduleInterleavedZeroBubble` has them."""
+
+from shardwright.plan.schedules.closed_form import ClosedForm
+from shardwright.plan.schedules.greedy import SplitSchedule
+from shardwright.plan.schedules.interleaved_1f1b import Interleaved1F1B
+from shardwright.types import Schedule
+
+
+class InterleavedZeroBubble(SplitSchedule, Interleaved1F1B):
+    """Interleaved 1F1B whose backward passes are split; forward and backward passes each keep its order.
+
+    A stage holds at most as much as the first stage of interleaved 1F1B.
+    """
+
+    name = Schedule.INTERLEAVED_ZERO_BUBBLE
+    pace = 5, 6, 4
+
+    def limit(self, num_stages: int, num_microbatches: int, num_chunks: int) -> int:
+        """Return what the first stage of interleaved 1F1B holds; of one chunk it is a microbatch for each stage."""
+        return Interleaved1F1B.num_ahead(self, num_stages, num_microbatches, 0, num_chunks) + 1
+
+    def closed_forms(self, num_microbatches: int, num_chunks: int = 1) -> tuple[ClosedForm, ...]:
+        """Return the coefficients of interleaved 1F1B, with what weight passes hide."""
+        forms = super().closed_forms(num_microbatches, num_chunks)
+        return tuple(form._replace(hidden=form.fill) for form in forms)
