@@ -15,6 +15,7 @@ from shardwright_search.cost_model import stage_costs
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.options import System, UniformRequest
 from shardwright_search.search import find_best
+from shardwright_search.space import stage_prices
 from shardwright_search.space.configurations import configurations
 from shardwright_search.systems.registry import SYSTEMS
 from shardwright_search.uniform_plan import uniform_plan
@@ -32,9 +33,10 @@ def world(make, monkeypatch):
 
     def made(deferred_bytes: int = 1000):
         block = WeightPass(0.4, deferred_bytes)
-        monkeypatch.setattr(
-            stage_costs, "weight_pass", lambda model, name, *_: block if name == "block" else NO_WEIGHT_PASS
-        )
+        for module in (stage_costs, stage_prices):
+            monkeypatch.setattr(
+                module, "weight_pass", lambda model, name, *_: block if name == "block" else NO_WEIGHT_PASS
+            )
         model, cluster = make.model(4), make.cluster(2)
         return model, cluster, make.profiles(model, cluster)
 
