@@ -48,7 +48,7 @@ def searched(make, world, *schedules: Schedule, **changes: object):
     return asked, find_best(asked, *world, Path("s.json"), lambda line: None)
 
 
-def test_the_plan_is_shorter_by_simulation_and_is_not_called_proven(make, world) -> None:
+def test_the_plan_is_shorter_by_simulation_and_what_is_proven_of_it_is_told(make, world) -> None:
     given = world()
     _, plain = searched(make, given, F1B)
     asked, found = searched(make, given, F1B, SPLIT)
@@ -63,9 +63,12 @@ def test_the_plan_is_shorter_by_simulation_and_is_not_called_proven(make, world)
     prediction = prediction_of_searched(found, asked, (1 << 30,) * 2, {})
     assert "schedules 1f1b;" in prediction.proof.scope
     assert f"of {found.split} plans found within 10% of the optimum" in prediction.proof.scope
-    assert prediction.proof.scope.endswith("under zero_bubble was taken: found by simulation, not proven")
+    assert (
+        prediction.proof.scope.endswith(", proven") and "under zero_bubble was taken; no plan" in prediction.proof.scope
+    )
+    assert 0 < prediction.proof.split_bound_s <= estimate.simulated_step_time_s
     lines = plan_summary(plan, prediction)
-    assert any(line.startswith("found by simulation, not proven: zero_bubble") for line in lines)
+    assert any(line.startswith("found by simulation: zero_bubble") and line.endswith("proven") for line in lines)
     assert not any("proven optimal" in line for line in lines)
     assert any("estimated: the share of backward passes" in line for line in lines)
 

@@ -221,6 +221,7 @@ def best_of(answers: Sequence[SearchAnswer], late: Sequence[StoppedEarly]) -> Se
         beside=beside,
         optimum_s=least(attrgetter("optimum_s")),
         bound_s=0.0 if late else least(attrgetter("bound_s")),
+        split_bound=0.0 if late else min(answer.split_bound for answer in answers),
         examined=sum(answer.examined for answer in answers),
         solved=sum(answer.solved for answer in answers),
         stopped=bool(late) or any(answer.stopped for answer in answers),

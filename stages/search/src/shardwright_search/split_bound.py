@@ -21,7 +21,7 @@ from shardwright_search.solver.targets import Target
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.search_space import SearchSpace
-from shardwright_search.space.split_problem import SplitConfiguration, split_targets, weights_of
+from shardwright_search.space.split_problem import SplitConfiguration, split_targets
 from shardwright_search.step.memory import StageMemory, no_layers
 
 _MAX_PREFIXES = 20_000
@@ -67,8 +67,7 @@ class _Bounder:
     def weighted(self, target: Target[Configuration], limit: float) -> float:
         """Return a bound with the time in which a pipeline fills."""
         split = SplitConfiguration(self._instance, target.configuration)
-        weights = weights_of(split.configuration.pp_size, split.configuration.num_microbatches, split.usual_passes)
-        alone = split.most_alone(target.time_ps(limit))
+        weights, alone = split.weights, split.most_alone(target.time_ps(limit))
         bounds = ConfigurationBounds(split.weighted_problem(weights), self._costs_of)
         return bounds.lower_ps - alone * split.too_much_ps(weights)
 

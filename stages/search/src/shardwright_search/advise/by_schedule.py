@@ -24,6 +24,8 @@ class OfSchedule(NamedTuple):
     schedule: Schedule
     best: Candidate | None
     why: str = ""
+    bound_sample_s: float | None = None
+    """The simulated time of a sample that no plan of a schedule that splits backward passes is below; 0: not known."""
 
 
 def by_schedule(
@@ -49,8 +51,9 @@ def by_schedule(
             continue
         if is_solved(schedule):
             yield OfSchedule(schedule, result.chosen)
-        elif result.split:
+            continue
+        bound_s, why = result.split_bound_s / result.chosen.plan.global_batch_size, "no pipeline is near the best plan"
+        if result.split:
             lacking = f"the leanest exceeds the budget by {gib_text(result.split_over_bytes)}"
-            yield OfSchedule(schedule, result.split_plan, f"none of {result.split} plans near the best fits: {lacking}")
-        else:
-            yield OfSchedule(schedule, None, "no pipeline is near the best plan")
+            why = f"none of {result.split} plans near the best fits: {lacking}"
+        yield OfSchedule(schedule, result.split_plan, why, bound_s)

@@ -6,6 +6,8 @@ from math import inf
 from pathlib import Path
 from time import monotonic
 
+from msgspec import UNSET
+
 from shardwright.command import show
 from shardwright.display.wrapping import line_width, wrapped
 from shardwright.io import (
@@ -29,7 +31,7 @@ from shardwright_search.commands.prediction import (
     read_inputs,
     written,
 )
-from shardwright_search.commands.verify import IN_PLAN, check_certifiable, problems_of
+from shardwright_search.commands.verify import IN_PLAN, check_certifiable, problems_of, split_problems_of
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.explain.what_if import WhatIf, better_batches, further_remedies
 from shardwright_search.options import PlanOptions
@@ -132,9 +134,16 @@ def _certificate(
     if (made := certified(problems_of(space, plan.global_batch_size), best_ps, report)) is None:
         return None
     bound_ps, proofs = made
+    split_bound_ps, split_proofs = UNSET, ()
+    if answer.split_bound:
+        split_ps = answer.split_bound_s * 1e12
+        made = certified(split_problems_of(space, plan.global_batch_size), split_ps, report)
+        split_bound_ps, split_proofs = made or (UNSET, ())
     return Certificate(
         plan_sha256=plan.sha256,
         inputs_sha256={role: sha256_of_file(files[role]) for role in files if role not in IN_PLAN},
         bound_ps=bound_ps,
         configurations=proofs,
+        split_bound_ps=split_bound_ps,
+        split_configurations=split_proofs,
     )

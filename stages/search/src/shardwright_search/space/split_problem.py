@@ -14,6 +14,7 @@ counts no more memory than any plan needs: in a forward or backward pass after t
 """
 
 from collections.abc import Sequence
+from fractions import Fraction
 from functools import lru_cache
 from itertools import islice, product
 from typing import NamedTuple
@@ -76,7 +77,7 @@ class SplitConfiguration:
         self._passes = [instance.prices.split_passes(choice, on, single) for on in topologies]
         self._one_way = [instance.prices.moves_one_way(choice.free, on) for on in topologies]
 
-    def most_alone(self, below_ps: float) -> int:
+    def most_alone(self, below_ps: Fraction | float) -> int:
         """Return how many stages may hold one block and nothing else in a plan that takes less than a time.
 
         The others are fewer, and do all that other layers do in a step.
@@ -87,9 +88,9 @@ class SplitConfiguration:
             groups = zip(self._joint.device_groups, self._passes, strict=True)
             times = [_time_ps(group.options[kind], of[kind], (*every, 1), True) for group, of in groups]
             least.append(min(float(each.min()) for each in times))
-        whole, most = sum(least), max(least[1:-1], default=0.0)
+        whole, most = int(sum(least)), int(max(least[1:-1], default=0.0))
         # Neither the first stage nor the last is such a stage: they hold embedding and head.
-        return max((k for k in range(p - 1) if k == 0 or (whole - k * most) / (p - k) < below_ps), default=0)
+        return max((k for k in range(p - 1) if k == 0 or Fraction(whole - k * most, p - k) < below_ps), default=0)
 
     def largest_problem(self, gathers: bool) -> Problem:
         """Return the problem of the slowest stage, T = max A; `gathers`: no stage holds one block alone."""
@@ -104,7 +105,7 @@ class SplitConfiguration:
     def too_much_ps(self, weights: Weights) -> float:
         """Return the most that `weighted_problem` counts too much for a stage that holds one block alone."""
         longest = max(float(each.gather_ps.max()) for of_group in self._passes for each in of_group)
-        return float(np.ceil(weights.passes[:, :2].max() * longest))
+        return float(np.ceil(weights.passes[:, :2].max() * longest)) + 1
 
     def _problem(self, weights: Weights, form: ClosedForm, gathers: bool) -> Problem:
         """Return the problem with weighted times, in which each stage has device groups of its own."""
@@ -165,6 +166,11 @@ class SplitConfiguration:
         blocks = self._joint.layers[1:-1] or self._joint.layers
         kind = max(sorted(set(blocks)), key=blocks.count)
         return kind, int(self._joint.device_groups[0].options[kind].time_ps.argmin())
+
+    @property
+    def weights(self) -> Weights:
+        """Return weights for `weighted_problem`, of the usual block's passes."""
+        return weights_of(self.configuration.pp_size, self.configuration.num_microbatches, self.usual_passes)
 
     @property
     def usual_passes(self) -> tuple[float, float, float]:
