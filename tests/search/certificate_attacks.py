@@ -9,10 +9,10 @@ from random_problems import best_of, every_plan, random_problem, random_unequal,
 from shardwright.plan.schedules.closed_form import ClosedForm
 from shardwright.types import Band, ConfigurationProof, MemoryPrice
 from shardwright_search.certificate.bounds import chain_of, phases_of
-from shardwright_search.certificate.check import confirms
+from shardwright_search.certificate.check import Way, Ways, confirms
 from shardwright_search.solver.problem import DeviceGroup, Options, Problem
 
-__all__ = ["SPLIT_FORMS", "accepted", "exact_problem", "forged_proof"]
+__all__ = ["SPLIT_FORMS", "accepted", "exact_problem", "forged_proof", "one_way"]
 
 SPLIT_FORMS = ClosedForm(fill=0, steady=1, once=0), ClosedForm(fill=1, steady=0, once=0)
 """The slowest stage alone, and a sum of stages."""
@@ -36,6 +36,11 @@ def accepted(seeds: Iterable[int]) -> dict[int, str]:
         if confirms(problem, forged_proof(problem, rng), claim):
             wrong[seed] = f"a plan takes {best:.0f} ps, and a claim of {claim:.1f} is confirmed"
     return wrong
+
+
+def one_way(problem: Problem) -> tuple[str, Ways]:
+    """A configuration of any name whose bound is proven in one way."""
+    return "any", lambda bound_ps: [Way("any", problem, bound_ps)]
 
 
 def exact_problem(seed: int) -> Problem:
