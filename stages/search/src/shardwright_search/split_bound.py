@@ -24,7 +24,7 @@ from shardwright_search.space.search_space import SearchSpace
 from shardwright_search.space.split_problem import SplitConfiguration, split_targets
 from shardwright_search.step.memory import StageMemory, no_layers
 
-_MAX_PREFIXES = 20_000
+_MAX_PREFIXES = 4_000
 """The most beginnings of plans that are listed."""
 
 

@@ -16,6 +16,8 @@ from shardwright_search.space.configurations import is_solved
 
 LIMIT_S = 5.0
 """CPU seconds in which the plan of each schedule is searched."""
+SPLIT_LIMIT_S = 10.0
+"""CPU seconds for a schedule that splits backward passes: the plans of 1F1B are searched, and then a bound."""
 
 
 class OfSchedule(NamedTuple):
@@ -42,7 +44,7 @@ def by_schedule(
         tell(f"schedule {schedule}")
         changed = question._replace(request=replace(question.request, schedules=asked))
         try:
-            result = search(changed, LIMIT_S)
+            result = search(changed, LIMIT_S if is_solved(schedule) else SPLIT_LIMIT_S)
         except BadInput as error:
             yield OfSchedule(schedule, None, str(error.args[1]))
             continue

@@ -16,7 +16,7 @@ from shardwright.models.context import plan_obstacle
 from shardwright.types import GIB, Estimate, Offload, Plan
 from shardwright.types.dispatcher import Dispatcher
 from shardwright.types.model_profile import ExchangeRow
-from shardwright_search.advise.by_schedule import LIMIT_S, OfSchedule
+from shardwright_search.advise.by_schedule import LIMIT_S, SPLIT_LIMIT_S, OfSchedule
 from shardwright_search.advise.leaner_plans import ways_to_fit
 from shardwright_search.advise.question import Question
 from shardwright_search.advise.targeted import Within
@@ -419,7 +419,8 @@ def _schedules_table(question: Question, plan: Plan, estimate: Estimate, found: 
     time_s = estimate.simulated_step_time_s
     bounds = [each.bound_sample_s * plan.global_batch_size for each in found if each.bound_sample_s is not None]
     proven = "".join(f"; beside the answer {split_words(time_s, bound_s)}" for bound_s in bounds)
-    title = f"the best plan of each schedule, searched for {LIMIT_S:g} CPU s{proven}"
+    limits = f"{LIMIT_S:g} CPU s, {SPLIT_LIMIT_S:g} if it splits backward passes"
+    title = f"the best plan of each schedule, searched for {limits}{proven}"
     return table(title, PLAN_HEADINGS, rows)
 
 
