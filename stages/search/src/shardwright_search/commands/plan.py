@@ -134,16 +134,14 @@ def _certificate(
     if (made := certified(problems_of(space, plan.global_batch_size), best_ps, report)) is None:
         return None
     bound_ps, proofs = made
-    split_bound_ps, split_proofs = UNSET, ()
-    if answer.split_bound:
-        split_ps = answer.split_bound_s * 1e12
-        made = certified(split_problems_of(space, plan.global_batch_size), split_ps, report)
-        split_bound_ps, split_proofs = made or (UNSET, ())
+    split, split_ps = None, answer.split_bound_s * 1e12
+    if split_ps:
+        split = certified(split_problems_of(space, plan.global_batch_size), split_ps, report)
     return Certificate(
         plan_sha256=plan.sha256,
         inputs_sha256={role: sha256_of_file(files[role]) for role in files if role not in IN_PLAN},
         bound_ps=bound_ps,
         configurations=proofs,
-        split_bound_ps=split_bound_ps,
-        split_configurations=split_proofs,
+        split_bound_ps=UNSET if split is None else split[0],
+        split_configurations=() if split is None else split[1],
     )

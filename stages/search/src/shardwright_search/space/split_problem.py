@@ -141,8 +141,16 @@ class SplitConfiguration:
             time_ps = _time_ps(own, passes, weights, gathers)
             none, gradients = np.zeros_like(time_ps), moment.summed * (own.late_bytes + own.sum_bytes)
             state_bytes = own.state_bytes + gradients + moment.deferred * passes.deferred_bytes
-            few = {"exposed_ps": none, "late_bytes": none, "sum_bytes": none, "host_activation_bytes": none}
-            options.append(own._replace(time_ps=time_ps, state_bytes=state_bytes, **few))
+            options.append(
+                own._replace(
+                    time_ps=time_ps,
+                    exposed_ps=none,
+                    state_bytes=state_bytes,
+                    late_bytes=none,
+                    sum_bytes=none,
+                    host_activation_bytes=none,
+                )
+            )
         moves = weights[0] * one_way + weights[1] * one_way.transpose(0, 2, 1)
         return replace(group, options=tuple(options), redistribution_ps=np.floor(moves))
 
