@@ -335,5 +335,6 @@ def _priced(problem: Problem, ends: tuple[int, ...], device_groups: tuple[int, .
                     need = need + problem.boundary_bytes[problem.layers[e], own[e].output_layout[chosen[e]]]
                 memory[stage] = np.maximum(memory[stage], need)
     tie = problem.tied_ps[own[0].input_layout[chosen[0]], own[-1].output_layout[chosen[-1]]]
-    objective = times.sum(0) + (problem.num_microbatches - 1) * times.max(0) + ends_ps.max(0) + tie
+    form = problem.closed_form
+    objective = form.fill * times.sum(0) + form.steady * times.max(0) + form.once * ends_ps.max(0) + tie
     return Enumerated(ends, device_groups, shape, objective, memory, host)

@@ -19,6 +19,7 @@ from optimizer_problems import random_with_muon
 from random_fronts import front_mistakes
 from random_problems import random_mixed, random_spanning, random_unequal
 from simulated_optimum import too_slow
+from split_problems import mistakes as split_mistakes
 from uniform_problems import mistakes as uniform_mistakes
 
 __all__ = ["main"]
@@ -48,12 +49,14 @@ def main(count: int) -> int:
         "interleaved_1f1b": interleaved_mistakes,
         "one strategy for all layers": uniform_mistakes,
         "simulated": too_slow,
+        "split backward passes": split_mistakes,
         "fronts of time against price": front_mistakes,
         "forged certificates": accepted,
     }
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for name, wrong_of in kinds.items():
-            total = count // _FEWER if wrong_of in (too_slow, front_mistakes, uniform_mistakes) else count
+            few = wrong_of in (too_slow, split_mistakes, front_mistakes, uniform_mistakes)
+            total = count // _FEWER if few else count
             total = count * _MORE if wrong_of is accepted else total
             blocks = [range(start, min(start + _BLOCK, total)) for start in range(0, total, _BLOCK)]
             here, spent_s, done, began_s = dict[int, str](), 0.0, 0, time.monotonic()

@@ -39,7 +39,7 @@ def test_each_schedule_has_the_plan_of_a_search_of_it_alone():
 def test_a_schedule_without_a_plan_says_why():
     _, found = _by_schedule(OPTIONS, pp_sizes=(1,))
     assert found[Schedule.ONE_F_ONE_B].best is not None
-    assert found[Schedule.ZERO_BUBBLE] == (Schedule.ZERO_BUBBLE, None, "no pipeline is near the best plan")
+    assert found[Schedule.ZERO_BUBBLE][:3] == (Schedule.ZERO_BUBBLE, None, "no pipeline is near the best plan")
     assert found[Schedule.INTERLEAVED_1F1B].best is None and found[Schedule.INTERLEAVED_1F1B].why
     _, found = _by_schedule(replace(OPTIONS, gpus="1x1:A100-40"))
     assert {each.why for each in found.values() if each.best is None} >= {"no plan fits"}
@@ -52,5 +52,5 @@ def test_the_answer_shows_them_against_its_plan_where_they_are_asked(capsys):
     told = capsys.readouterr().out
     rows = [line for line in told.splitlines() if line.startswith(tuple(f"│ {each} " for each in Schedule))]
     assert len(rows) == len(Schedule) and any(" 1.00 " in row for row in rows)
-    assert "of split backward passes nothing is proven" in " ".join(told.split())
+    assert "beside the answer no plan with split backward passes is" in " ".join(told.split())
     assert called(asked) == 0 and "the best plan of each schedule" not in capsys.readouterr().out

@@ -1,9 +1,8 @@
 """Certificates: what they confirm is never above the best of all plans, and it is near it."""
 
-from fractions import Fraction
-
 import numpy as np
 import pytest
+from certificate_attacks import one_way
 from middle_problems import middle_problem, solved
 from msgspec.structs import replace
 from random_problems import best_of, random_problem, random_unequal
@@ -69,7 +68,7 @@ def test_what_is_made_is_confirmed_and_near_the_best_of_all_plans(kind, count):
     gaps = []
     for problem in [p for p in map(MADE[kind], range(20)) if np.isfinite(best_of(p))][:count]:
         best = best_of(problem)
-        bound, proofs = certified([("any", problem, Fraction)], best, lambda line: None)
+        bound, proofs = certified([one_way(problem)], best, lambda line: None)
         assert confirms(problem, proofs[0], bound)
         assert not confirms(problem, proofs[0], best * (1 + 1e-6))
         gaps.append(1 - bound / best)
@@ -87,7 +86,7 @@ def test_middle_sized_problems_are_proven_to_a_gap_that_is_told(capsys):
     for seed in (2, 5):
         problem = middle_problem(seed)
         best = solved(problem).objective_ps
-        bound, proofs = certified([("any", problem, Fraction)], best, lambda line: None)
+        bound, proofs = certified([one_way(problem)], best, lambda line: None)
         assert bound in [best * (1 - gap) for gap in GAPS] and confirms(problem, proofs[0], bound)
         found.append(1 - bound / best)
     with capsys.disabled():
@@ -131,7 +130,7 @@ def test_a_range_whose_ends_count_as_its_most_is_caught(monkeypatch, kind):
 
 def test_more_than_is_listed_confirms_nothing(monkeypatch):
     problem = middle_problem(2)
-    bound, proofs = certified([("any", problem, Fraction)], solved(problem).objective_ps, lambda line: None)
+    bound, proofs = certified([one_way(problem)], solved(problem).objective_ps, lambda line: None)
     assert confirms(problem, proofs[0], bound)
     monkeypatch.setattr(check, "MAX_WAYS", 0)
     assert not confirms(problem, proofs[0], bound)

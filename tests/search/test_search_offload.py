@@ -1,13 +1,13 @@
 """Optimizer states in host memory: priced, searched within the host's budget, proven, or refused by name."""
 
 from dataclasses import replace as with_fields
-from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 from brute_force import mistakes
+from certificate_attacks import one_way
 from command_calls import call
 from interleaved_problems import mistakes as interleaved_mistakes
 from msgspec import UNSET
@@ -301,7 +301,7 @@ def test_certificates_know_the_host_s_budget():
     above = 0
     for seed in binding[:4]:
         problem, best = random_with_offload(seed), best_of(random_with_offload(seed))
-        bound, proofs = certified([("any", problem, Fraction)], best, lambda line: None)
+        bound, proofs = certified([one_way(problem)], best, lambda line: None)
         assert confirms(problem, proofs[0], bound) and not confirms(problem, proofs[0], best * (1 + 1e-6))
         assert not confirms(_unbound(seed), proofs[0], best_of(_unbound(seed)) * (1 + 1e-6))
         above += bound > best_of(_unbound(seed))

@@ -15,6 +15,7 @@ from shardwright_search.cost_model import stage_costs
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.options import System, UniformRequest
 from shardwright_search.search import find_best
+from shardwright_search.space import stage_prices
 from shardwright_search.space.configurations import configurations
 from shardwright_search.systems.registry import SYSTEMS
 from shardwright_search.uniform_plan import uniform_plan
@@ -32,9 +33,10 @@ def world(make, monkeypatch):
 
     def made(deferred_bytes: int = 1000):
         block = WeightPass(0.4, deferred_bytes)
-        monkeypatch.setattr(
-            stage_costs, "weight_pass", lambda model, name, *_: block if name == "block" else NO_WEIGHT_PASS
-        )
+        for module in (stage_costs, stage_prices):
+            monkeypatch.setattr(
+                module, "weight_pass", lambda model, name, *_: block if name == "block" else NO_WEIGHT_PASS
+            )
         model, cluster = make.model(4), make.cluster(2)
         return model, cluster, make.profiles(model, cluster)
 
@@ -46,7 +48,7 @@ def searched(make, world, *schedules: Schedule, **changes: object):
     return asked, find_best(asked, *world, Path("s.json"), lambda line: None)
 
 
-def test_the_plan_is_shorter_by_simulation_and_is_not_called_proven(make, world) -> None:
+def test_the_plan_is_shorter_by_simulation_and_what_is_proven_of_it_is_told(make, world) -> None:
     given = world()
     _, plain = searched(make, given, F1B)
     asked, found = searched(make, given, F1B, SPLIT)
@@ -61,9 +63,12 @@ def test_the_plan_is_shorter_by_simulation_and_is_not_called_proven(make, world)
     prediction = prediction_of_searched(found, asked, (1 << 30,) * 2, {})
     assert "schedules 1f1b;" in prediction.proof.scope
     assert f"of {found.split} plans found within 10% of the optimum" in prediction.proof.scope
-    assert prediction.proof.scope.endswith("under zero_bubble was taken: found by simulation, not proven")
+    assert (
+        prediction.proof.scope.endswith(", proven") and "under zero_bubble was taken; no plan" in prediction.proof.scope
+    )
+    assert 0 < prediction.proof.split_bound_s <= estimate.simulated_step_time_s
     lines = plan_summary(plan, prediction)
-    assert any(line.startswith("found by simulation, not proven: zero_bubble") for line in lines)
+    assert any(line.startswith("found by simulation: zero_bubble") and line.endswith("proven") for line in lines)
     assert not any("proven optimal" in line for line in lines)
     assert any("estimated: the share of backward passes" in line for line in lines)
 

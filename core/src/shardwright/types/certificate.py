@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from shardwright.io import Document, Value
 from shardwright.types.limits import Sha256
@@ -67,3 +67,7 @@ class Certificate(Document, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """No plan has a lower closed form: a step of the plan's batch size, or as much for a sample."""
     configurations: Annotated[tuple[ConfigurationProof, ...], Meta(min_length=1)]
     """Every configuration of the space, in the order of the search."""
+    split_bound_ps: Picoseconds | UnsetType = UNSET
+    """No plan with split backward passes has a lower simulated time; omitted if nothing is confirmed of them."""
+    split_configurations: tuple[ConfigurationProof, ...] = ()
+    """Proofs of it: of the slowest stage, or of a weighted mean of stages, for every pipeline of the space."""

@@ -60,6 +60,9 @@ class Proof(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Cases (pipeline degree, microbatches, schedule) that were looked at."""
     solved: NonNegativeCount
     """How many of these were solved exactly; the others were ruled out by bounds."""
+    split_bound_s: Seconds | UnsetType = UNSET
+    """No plan with split backward passes has a lower simulated time; 0: nothing is proven of them; omitted if the
+    search did not look for any."""
     second_opinion: str | None = field(default=None, name="certificate")
     """Verdict of the solver HiGHS, which earlier versions asked; read and never written, and unrelated to `verify`."""
 

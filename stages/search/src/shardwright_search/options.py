@@ -120,7 +120,7 @@ class AdviseOptions(TrainedParts, frozen=True, kw_only=True):
     uniform: bool = False
     """Only plans with one strategy for all layers, as Megatron-LM and torchtitan run them."""
     schedules: bool = False
-    """What each schedule of pipelines would bring is shown, zero_bubble too; each is searched for 5 CPU seconds."""
+    """What each schedule would bring is shown, zero_bubble too; each is searched for 5 CPU seconds, or 10."""
     tolerance: Share = 0.02
     """The answer is the simplest plan within this share of the best; 0: it is the fastest plan."""
     mtp: Annotated[int, Meta(ge=0, le=8)] = 0

@@ -1,7 +1,11 @@
 """Sentences about what a search has proven."""
 
+from math import ceil
+
 MOST_PROVEN = 0.001
 """The largest gap of a plan that is called optimal."""
+_ROUNDING = 1e-12
+"""Seconds are fractions of whole picoseconds: two equal times may differ by so much."""
 
 
 def proof_words(optimum_s: float, bound_s: float, within: str = "") -> str:
@@ -12,3 +16,13 @@ def proof_words(optimum_s: float, bound_s: float, within: str = "") -> str:
     if gap > MOST_PROVEN:
         return f"not proven: up to {gap * 100:.1f} % may be left"
     return f"proven optimal{within} under these estimates (gap {gap * 100:.2f} %)"
+
+
+def split_words(time_s: float, bound_s: float) -> str:
+    """Return, in words, what is proven of all plans with split backward passes, beside a plan's simulated time."""
+    if not bound_s:
+        return "how much faster another plan with split backward passes may be is not known"
+    if bound_s * (1 + _ROUNDING) >= time_s:
+        return "no plan with split backward passes is faster by simulation, proven"
+    more = ceil((time_s / bound_s - 1) * 1e4) / 100
+    return f"no plan with split backward passes is more than {more:.2f} % faster by simulation, proven"

@@ -89,6 +89,8 @@ class SearchAnswer(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The quickest plan with split backward passes that was found."""
     split_over_bytes: int = 0
     """Bytes by which the leanest of them exceeds its budget, where none fits."""
+    split_bound: float = 0.0
+    """A score by simulation that no plan with split backward passes is below; 0: nothing is proven of them."""
     over_bytes: int = 0
     """Bytes by which the plan of the least closed form exceeds its budget with its communicators; 0: it fits."""
 
@@ -96,6 +98,11 @@ class SearchAnswer(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def chosen_scale(self) -> float:
         """Return the factor from a time of a step of the chosen batch size to the score that is minimised."""
         return self.instance.score_scale(self.chosen.plan.global_batch_size)
+
+    @property
+    def split_bound_s(self) -> float:
+        """Return a simulated time that no plan with split backward passes is below, as a step of the chosen batch."""
+        return self.split_bound * 1e-12 / self.chosen_scale
 
     @cached_property
     def runners_up(self) -> tuple[Candidate, ...]:
@@ -214,6 +221,7 @@ def best_of(answers: Sequence[SearchAnswer], late: Sequence[StoppedEarly]) -> Se
         beside=beside,
         optimum_s=least(attrgetter("optimum_s")),
         bound_s=0.0 if late else least(attrgetter("bound_s")),
+        split_bound=0.0 if late else min(answer.split_bound for answer in answers),
         examined=sum(answer.examined for answer in answers),
         solved=sum(answer.solved for answer in answers),
         stopped=bool(late) or any(answer.stopped for answer in answers),
@@ -244,7 +252,8 @@ def _fastest(answers: Sequence[SearchAnswer]) -> SearchAnswer:
     first, best = answers[0], min((each for each in answers if each.fits), key=lambda each: each.chosen.sample_s)
     as_best = first.chosen_scale / best.chosen_scale
     stopped = any(answer.stopped for answer in answers)
-    return replace(best, bound_s=min(best.bound_s, first.bound_s * as_best), stopped=stopped)
+    bound_s = min(best.bound_s, first.bound_s * as_best)
+    return replace(best, bound_s=bound_s, split_bound=min(best.split_bound, first.split_bound), stopped=stopped)
 
 
 def _beyond(budgets: Mapping[str, int], answers: Sequence[SearchAnswer]) -> Infeasible:
@@ -294,14 +303,16 @@ def _once(
     choice = choice or _Choice(optimum.best, (optimum.best,), len(optimum.near))
     answer = _answer(space, optimum, choice, budgets, deadline)
     if asks_for_split(request.schedules):
-        answer = _with_split(answer, best_split(space, optimum, choice.compared, budgets))
+        joint = answer.chosen if answer.fits else None
+        answer = _with_split(answer, best_split(space, optimum, choice.compared, budgets, joint, after))
     return replace(answer, stopped=optimum.stopped or not whole)
 
 
 def _with_split(answer: SearchAnswer, split: Split) -> SearchAnswer:
     """Return the answer with the plan of split backward passes where that takes less simulated time, or alone fits."""
     if split.best is None or (answer.fits and answer.chosen.sample_s <= split.best.sample_s):
-        return replace(answer, split=split.tried, split_plan=split.best, split_over_bytes=split.over_bytes)
+        fields = {"split_over_bytes": split.over_bytes, "split_bound": split.bound}
+        return replace(answer, split=split.tried, split_plan=split.best, **fields)
     factor = answer.chosen_scale / answer.instance.score_scale(split.best.plan.global_batch_size)
     return replace(
         answer,
@@ -311,6 +322,7 @@ def _with_split(answer: SearchAnswer, split: Split) -> SearchAnswer:
         fits=True,
         split=split.tried,
         split_plan=split.best,
+        split_bound=split.bound,
     )
 
 

@@ -1,12 +1,14 @@
 """Split backward passes behind the best plan of the other schedules: near plans are simulated with them.
 
 No closed form of split passes is exact enough to search by. So plans whose own closed form is near the optimum are
-tried with them, and what is found is found by simulation: nothing is proven of it.
+tried with them; `split_bound` then proves how much faster any other may be, and lists those that may be where they are
+few.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +28,7 @@ from shardwright_search.solver.targets import Best, Optimum
 from shardwright_search.space.budget import over_bytes
 from shardwright_search.space.configurations import Configuration, is_solved
 from shardwright_search.space.search_space import SearchSpace
+from shardwright_search.split_bound import listed_below, split_bound
 
 NEAR_SPLIT = 0.1
 """Plans whose closed form is within this share of the optimum are tried: pipelines that fill and drain gain most."""
@@ -35,6 +38,8 @@ _CHUNKS = 2
 """Layer ranges of a stage under schedules with several."""
 _ENDS = 2
 """Ranges that have the embedding or the head."""
+_MAX_ACTIONS = 200_000
+"""The most passes of listed plans that are simulated."""
 
 
 class Split(NamedTuple):
@@ -44,6 +49,8 @@ class Split(NamedTuple):
     tried: int
     over_bytes: int = 0
     """Bytes by which the leanest exceeds its budget, where none fits."""
+    bound: float = 0.0
+    """A score by simulation that no plan with split backward passes is below; 0: nothing is proven."""
 
 
 def asks_for_split(schedules: Iterable[Schedule]) -> bool:
@@ -56,8 +63,13 @@ def best_split(
     optimum: Optimum[Configuration],
     compared: Sequence[Best[Configuration]],
     budgets: Mapping[str, int],
+    joint: Candidate | None,
+    deadline: float,
 ) -> Split:
-    """Return the quickest plan with split backward passes by simulation; `compared`: further plans to try."""
+    """Return the quickest plan with split backward passes by simulation, and what is proven of all others.
+
+    `compared`: further plans to try; `joint`: the best plan of the other schedules, if it fits.
+    """
     instance = space.instance
     wanted = [each for each in instance.request.schedules if not is_solved(each)]
     known = dict.fromkeys(
@@ -66,9 +78,30 @@ def best_split(
         if _is_pipeline(best.target.configuration)
     )
     near = [instance.plan(*each) for each in known]
-    plans = [plan for each in wanted for plan in _under(each, near, instance.costs)]
+    split = _quickest(space, [plan for each in wanted for plan in _under(each, near, instance.costs)], budgets)
+    times = [_score(space, each.plan) for each in (joint, split.best) if each is not None]
+    if optimum.stopped or not times:
+        return split
+    limit = min(times)
+    bounds = [split_bound(space, each, limit, deadline) for each in wanted]
+    below = [target for each in bounds for target in each.below]
+    further = listed_below(space, below, limit) if all(each.score for each in bounds) else None
+    if further is None or sum(_actions(configuration) for configuration, _ in further) > _MAX_ACTIONS:
+        return split._replace(bound=min(each.score for each in bounds))
+    others = _quickest(space, [instance.plan(*each) for each in further], budgets)
+    scores = [(_score(space, each.best.plan), each) for each in (split, others) if each.best is not None]
+    bound, best = min(((score, each.best) for score, each in scores), default=(limit, None), key=itemgetter(0))
+    return split._replace(best=best, tried=split.tried + others.tried, bound=min(bound, limit))
+
+
+def _actions(configuration: Configuration) -> int:
+    return 3 * configuration.pp_size * configuration.num_microbatches
+
+
+def _quickest(space: SearchSpace, plans: Sequence[Plan], budgets: Mapping[str, int]) -> Split:
+    """Return the quickest by simulation of the plans that fit."""
     lacking = list[int]()
-    for plan in sorted(plans, key=partial(_sample_ps, space)):
+    for plan in sorted(plans, key=partial(_score, space)):
         candidate = _candidate(space, plan)
         lacking.append(max(over_bytes(plan, candidate.evaluation.estimate, budgets)))
         if lacking[-1] <= 0:
@@ -146,8 +179,10 @@ def even_ranges(times: Sequence[int], count: int) -> list[tuple[int, int]]:
     return list(pairwise((0, *reversed(ends))))
 
 
-def _sample_ps(space: SearchSpace, plan: Plan) -> float:
-    return simulated_step_ps(plan, space.instance.costs) / plan.global_batch_size
+def _score(space: SearchSpace, plan: Plan) -> float:
+    """Return the simulated time as the search's score."""
+    instance = space.instance
+    return simulated_step_ps(plan, instance.costs) * instance.score_scale(plan.global_batch_size)
 
 
 def _candidate(space: SearchSpace, plan: Plan) -> Candidate:

@@ -16,6 +16,8 @@ from shardwright_search.space.configurations import is_solved
 
 LIMIT_S = 5.0
 """CPU seconds in which the plan of each schedule is searched."""
+SPLIT_LIMIT_S = 10.0
+"""CPU seconds for a schedule that splits backward passes: the plans of 1F1B are searched, and then a bound."""
 
 
 class OfSchedule(NamedTuple):
@@ -24,6 +26,8 @@ class OfSchedule(NamedTuple):
     schedule: Schedule
     best: Candidate | None
     why: str = ""
+    bound_sample_s: float | None = None
+    """The simulated time of a sample that no plan of a schedule that splits backward passes is below; 0: not known."""
 
 
 def by_schedule(
@@ -40,7 +44,7 @@ def by_schedule(
         tell(f"schedule {schedule}")
         changed = question._replace(request=replace(question.request, schedules=asked))
         try:
-            result = search(changed, LIMIT_S)
+            result = search(changed, LIMIT_S if is_solved(schedule) else SPLIT_LIMIT_S)
         except BadInput as error:
             yield OfSchedule(schedule, None, str(error.args[1]))
             continue
@@ -49,8 +53,9 @@ def by_schedule(
             continue
         if is_solved(schedule):
             yield OfSchedule(schedule, result.chosen)
-        elif result.split:
+            continue
+        bound_s, why = result.split_bound_s / result.chosen.plan.global_batch_size, "no pipeline is near the best plan"
+        if result.split:
             lacking = f"the leanest exceeds the budget by {gib_text(result.split_over_bytes)}"
-            yield OfSchedule(schedule, result.split_plan, f"none of {result.split} plans near the best fits: {lacking}")
-        else:
-            yield OfSchedule(schedule, None, "no pipeline is near the best plan")
+            why = f"none of {result.split} plans near the best fits: {lacking}"
+        yield OfSchedule(schedule, result.split_plan, why, bound_s)

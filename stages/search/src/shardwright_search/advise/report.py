@@ -16,7 +16,7 @@ from shardwright.models.context import plan_obstacle
 from shardwright.types import GIB, Estimate, Offload, Plan
 from shardwright.types.dispatcher import Dispatcher
 from shardwright.types.model_profile import ExchangeRow
-from shardwright_search.advise.by_schedule import LIMIT_S, OfSchedule
+from shardwright_search.advise.by_schedule import LIMIT_S, SPLIT_LIMIT_S, OfSchedule
 from shardwright_search.advise.leaner_plans import ways_to_fit
 from shardwright_search.advise.question import Question
 from shardwright_search.advise.targeted import Within
@@ -26,7 +26,7 @@ from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.cost_model.reclaimable import kept_bytes
 from shardwright_search.explain.printing import Lines, ShellCommand, table
 from shardwright_search.explain.tables import node_types_table, plan_differences, sample_s, time_changes
-from shardwright_search.proof_words import proof_words
+from shardwright_search.proof_words import proof_words, split_words
 from shardwright_search.search import SearchAnswer
 from shardwright_search.simplest import FEW, Simple, num_strategies
 from shardwright_search.space.budget import device_bytes_of, headroom
@@ -410,15 +410,17 @@ def _plans_table(question: Question, plans: Sequence[tuple[Plan, Estimate, str]]
 def _schedules_table(question: Question, plan: Plan, estimate: Estimate, found: Sequence[OfSchedule]) -> RenderableType:
     """Return a table of the best plan of each schedule, against the answer."""
     rows = list[tuple[str, ...]]()
-    for schedule, best, why in found:
+    for schedule, best, why, _ in found:
         if best is None:
             rows.append((str(schedule), why, "", "", "", ""))
         else:
             shown = best.plan, best.evaluation.estimate, str(schedule)
             rows.append(plan_rows(question, [(plan, estimate, "the answer"), shown])[1])
-    title = (
-        f"the best plan of each schedule, searched for {LIMIT_S:g} CPU s; of split backward passes nothing is proven"
-    )
+    time_s = estimate.simulated_step_time_s
+    bounds = [each.bound_sample_s * plan.global_batch_size for each in found if each.bound_sample_s is not None]
+    proven = "".join(f"; beside the answer {split_words(time_s, bound_s)}" for bound_s in bounds)
+    limits = f"{LIMIT_S:g} CPU s, {SPLIT_LIMIT_S:g} if it splits backward passes"
+    title = f"the best plan of each schedule, searched for {limits}{proven}"
     return table(title, PLAN_HEADINGS, rows)
 
 

@@ -302,4 +302,6 @@ def _weighted_sends(chain: Chain, stage: int, step: Step, weights: Array, unit_p
     """Return the cost of passing tensors to a stage [layers, layouts before, layouts after]; 0 for the first stage."""
     if stage == 0:
         return np.where(np.eye(chain.size, dtype=bool), 0, np.inf)[None]
-    return rounded_down(chain.sends[step[:3]] * (weights[stage - 1, 0] + weights[stage, 0]), unit_ps)
+    sends, weight = chain.sends[step[:3]], weights[stage - 1, 0] + weights[stage, 0]
+    possible = np.isfinite(sends)  # a weight of 0 makes no way out of what is impossible
+    return np.where(possible, rounded_down(np.where(possible, sends, 0) * weight, unit_ps), np.inf)

@@ -10,7 +10,7 @@ counts as the least of it, and a way above either range not at all.
 Nothing is rounded in favour of a claim: costs of layers are rounded down in `bounds`, all other numbers are fractions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from shardwright_search.certificate import bounds
 from shardwright_search.certificate.bounds import Array, Chain, Duals, Problem, Run, StageOnGroup
 
 MAX_WAYS = 30_000
-"""Ways to treat layers that are listed for one stage and band."""
+"""Treatments to treat layers that are listed for one stage and band."""
 MAX_HALVINGS = 10
 """Halvings of the times of the slowest stage, and of the largest U, in a band whose ways are listed."""
 _WEIGHT_SHARE = 1 - 2.0**-40
@@ -30,8 +30,20 @@ _WEIGHT_SHARE = 1 - 2.0**-40
 _BY_STAGE = ("slowest_weights", "exposed_weights", "prices")
 
 
-class Ways(NamedTuple):
-    """Ways to treat a run of layers in a stage on a device group, a row each."""
+class Way(NamedTuple):
+    """A way to prove a bound of a configuration: that no plan of a problem takes less than some time."""
+
+    name: str
+    problem: Problem
+    below_ps: Fraction
+
+
+Ways = Callable[[Fraction], Iterable[Way]]
+"""The ways to prove a bound, any of which is enough."""
+
+
+class Treatments(NamedTuple):
+    """Treatments to treat a run of layers in a stage on a device group, a row each."""
 
     entered: Array
     layout: Array
@@ -44,9 +56,9 @@ class Ways(NamedTuple):
     priced: Array
     """[ways, rows]: cost and memory by rows of duals."""
 
-    def take(self, rows: Array) -> "Ways":
+    def take(self, rows: Array) -> "Treatments":
         """Return the ways in these rows."""
-        return Ways._make(column[rows] for column in self)
+        return Treatments._make(column[rows] for column in self)
 
 
 def _listed(chain: Chain, stage_on_group: StageOnGroup, caps: Sequence[tuple[Duals, Array]]) -> Array | None:
@@ -58,7 +70,7 @@ def _listed(chain: Chain, stage_on_group: StageOnGroup, caps: Sequence[tuple[Dua
     units = [duals.unit_ps for duals, rows, _ in known for _ in rows]
     found_ways, listed, weighed = [np.empty((0, 5))], 0, _objectives(chain)
     alive = [run for run, number in chain.runs.items() if (slack[number].max(1) > -np.inf).all()]
-    waiting: list[tuple[Run, Ways]]
+    waiting: list[tuple[Run, Treatments]]
     waiting = [
         ((before,), _entered(chain, stage_on_group, before, len(priced))) for before in {run[0] for run in alive}
     ]
@@ -104,23 +116,23 @@ def _slack(caps: Array, whole: Array) -> Array:
     return np.asarray(np.where(none, -np.inf, caps[:, None] - np.where(none, 0, whole)).max(-1))
 
 
-def _entered(chain: Chain, stage_on_group: StageOnGroup, before: int, rows: int) -> Ways:
+def _entered(chain: Chain, stage_on_group: StageOnGroup, before: int, rows: int) -> Treatments:
     """Return the ways without a layer, in every layout that can be received."""
     count, phases = chain.size if before < 0 else chain.problem.num_layouts, bounds.phases_of(chain, stage_on_group[0])
     held = np.zeros(count) if before < 0 else chain.problem.boundary_bytes[before]
     memory = np.array([[(in_flight + 2) * held] * 2 for in_flight, *_ in phases]).transpose(2, 0, 1)
     none = np.zeros(count)
-    return Ways(np.arange(count), np.arange(count), np.zeros((count, 2)), memory, none, np.zeros((count, rows)))
+    return Treatments(np.arange(count), np.arange(count), np.zeros((count, 2)), memory, none, np.zeros((count, rows)))
 
 
 def _longer(
     chain: Chain,
     stage_on_group: StageOnGroup,
-    ways: Ways,
+    ways: Treatments,
     run: Run,
     priced: Sequence[tuple[Array, MemoryPrice]],
     units: Sequence[float],
-) -> Ways:
+) -> Treatments:
     """Return the ways extended by one more layer, the run's last, in every way that fits."""
     group, phases, (*_, before, kind) = (
         chain.problem.device_groups[stage_on_group[1]],
@@ -144,11 +156,13 @@ def _longer(
         for (weight, price), used, unit_ps in zip(priced, counted, units, strict=True)
     ]
     held, cost, host = np.array(memory).transpose(2, 0, 1), ways.cost[parent] + cost, ways.host[parent] + o.host_bytes
-    longer = Ways(ways.entered[parent], o.output_layout, cost, held, host, ways.priced[parent] + np.array(added).T)
+    longer = Treatments(
+        ways.entered[parent], o.output_layout, cost, held, host, ways.priced[parent] + np.array(added).T
+    )
     return longer.take((longer.memory[:, :, 1] <= group.budget_bytes).all(1) & (host <= group.host_budget_bytes))
 
 
-def _ends(chain: Chain, stage_on_group: StageOnGroup, ways: Ways, last: int) -> Array:
+def _ends(chain: Chain, stage_on_group: StageOnGroup, ways: Treatments, last: int) -> Array:
     """Return whether ways fit in memory together with the output of one micro-batch."""
     given = 0 if last == chain.problem.layers[-1] else chain.problem.boundary_bytes[last][ways.layout][:, None]
     return np.asarray(
@@ -156,7 +170,7 @@ def _ends(chain: Chain, stage_on_group: StageOnGroup, ways: Ways, last: int) -> 
     )
 
 
-def _undominated(ways: Ways, weights: Array) -> Array:
+def _undominated(ways: Treatments, weights: Array) -> Array:
     """Return the ways that no other between the same layouts replaces: memory, and cost by all weights, are no less."""
     key, cost = ways.entered * (int(ways.layout.max(initial=0)) + 1) + ways.layout, ways.cost @ weights.T
     columns = np.hstack([np.stack([key, -key, ways.host], 1), cost, ways.memory[:, :, 0], ways.memory[:, :, 1]])

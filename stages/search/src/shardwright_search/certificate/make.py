@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from shardwright.types import Band, ConfigurationProof, MemoryPrice, Prices
 from shardwright_search.certificate import bounds
 from shardwright_search.certificate.bounds import Array, Chain, Duals, Problem, duals_of, paths
-from shardwright_search.certificate.check import band_holds
+from shardwright_search.certificate.check import Way, Ways, band_holds
 from shardwright_search.solver.stage_bounds import hull, slopes_of
 
 GAPS = (1e-9, 1e-4, 3e-4, 1e-3, 2e-3, 3e-3, 5e-3, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 0.9)
@@ -28,24 +28,26 @@ _FREE = (MemoryPrice(ps_per_byte=0.0),)
 
 
 def certified(
-    problems: Iterable[tuple[str, Problem, Callable[[Fraction], Fraction]]],
-    best_ps: float,
-    report: Callable[[str], None],
+    configurations: Iterable[tuple[str, Ways]], best_ps: float, report: Callable[[str], None]
 ) -> tuple[float, tuple[ConfigurationProof, ...]] | None:
     """Return a bound that all configurations are proven to keep, the highest of `GAPS`, and the proofs; None: none is.
 
-    `problems`: name, arrays, and the function from a bound to the time that no plan may be below, of every
-    configuration. `best_ps` is the best plan's.
+    `configurations`: the name of each, and the ways to prove a bound of it. `best_ps` is the best plan's.
     """
     proofs, gaps = [], iter(GAPS)
     gap = next(gaps)
-    for name, problem, limit_ps in problems:
-        while (proof := proof_of(problem, name, limit_ps(Fraction(best_ps * (1 - gap))))) is None:
+    for name, ways in configurations:
+        while (proof := _first_proof(ways(Fraction(best_ps * (1 - gap))))) is None:
             if (gap := next(gaps, 1.0)) == 1.0:
                 return None
             report(f"certificate: {name}: confirming a bound {gap:.2%} below the best plan")
         proofs.append(proof)
     return best_ps * (1 - gap), tuple(proofs)
+
+
+def _first_proof(ways: Iterable[Way]) -> ConfigurationProof | None:
+    """Return the proof of the first way in which a bound can be proven."""
+    return next((proof for way in ways if (proof := proof_of(way.problem, way.name, way.below_ps)) is not None), None)
 
 
 def proof_of(problem: Problem, name: str, below_ps: Fraction | float) -> ConfigurationProof | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
 
+from msgspec import UNSET
 from rich.console import Group, RenderableType
 
 from shardwright.display.svg import document
@@ -37,6 +38,7 @@ from shardwright_search.explain.printing import Lines, show_rich, table
 from shardwright_search.explain.tables import answers_shown, difference, explanation, levers_table, node_types_table
 from shardwright_search.explain.what_if import WhatIf, WhatIfAnswer, answer, neighbours, outlook
 from shardwright_search.options import ExplainOptions, SimulateOptions
+from shardwright_search.proof_words import split_words
 from shardwright_search.search import SearchAnswer
 from shardwright_search.simulation.chrome_trace import chrome_trace
 from shardwright_search.solver.stopping import was_interrupted
@@ -120,6 +122,8 @@ def _why(
         changes = faster_changes(plan, evaluation, costs, budgets_bytes, choices)
     lines = binding_lines(plan, estimate, budgets_bytes, changes)
     lines += unsearched
+    if prediction is not None and prediction.proof is not None and prediction.proof.split_bound_s is not UNSET:
+        lines.append(split_words(estimate.simulated_step_time_s, prediction.proof.split_bound_s))
     lines += [f"warning: {warning}" for warning in (*evaluation.warnings, *inputs.warnings)]
     fullest = fullest_stage(estimate, budgets_bytes)
     found = tuple(levers(plan, evaluation, costs, fullest, budgets_bytes))

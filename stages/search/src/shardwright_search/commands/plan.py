@@ -6,6 +6,8 @@ from math import inf
 from pathlib import Path
 from time import monotonic
 
+from msgspec import UNSET
+
 from shardwright.command import show
 from shardwright.display.wrapping import line_width, wrapped
 from shardwright.io import (
@@ -29,7 +31,7 @@ from shardwright_search.commands.prediction import (
     read_inputs,
     written,
 )
-from shardwright_search.commands.verify import IN_PLAN, check_certifiable, problems_of
+from shardwright_search.commands.verify import IN_PLAN, check_certifiable, problems_of, split_problems_of
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.explain.what_if import WhatIf, better_batches, further_remedies
 from shardwright_search.options import PlanOptions
@@ -132,9 +134,14 @@ def _certificate(
     if (made := certified(problems_of(space, plan.global_batch_size), best_ps, report)) is None:
         return None
     bound_ps, proofs = made
+    split, split_ps = None, answer.split_bound_s * 1e12
+    if split_ps:
+        split = certified(split_problems_of(space, plan.global_batch_size), split_ps, report)
     return Certificate(
         plan_sha256=plan.sha256,
         inputs_sha256={role: sha256_of_file(files[role]) for role in files if role not in IN_PLAN},
         bound_ps=bound_ps,
         configurations=proofs,
+        split_bound_ps=UNSET if split is None else split[0],
+        split_configurations=() if split is None else split[1],
     )

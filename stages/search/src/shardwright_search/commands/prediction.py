@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from shardwright.display.plan_words import headline, stage_lines
@@ -19,7 +20,7 @@ from shardwright_search.cost_model.expert_load import LoadFile, read_load
 from shardwright_search.cost_model.plan import Evaluation
 from shardwright_search.cost_model.profiles import Profiles, read_profiles
 from shardwright_search.profile_options import ProfileOptions
-from shardwright_search.proof_words import proof_words
+from shardwright_search.proof_words import proof_words, split_words
 from shardwright_search.search import SearchAnswer
 from shardwright_search.space.budget import budgets_of, headroom, over_bytes
 from shardwright_search.space.configurations import is_solved
@@ -153,6 +154,7 @@ def prediction_of_searched(
             scope=_scope(request, answer),
             examined=answer.examined,
             solved=answer.solved,
+            split_bound_s=UNSET if answer.split is None else answer.split_bound_s,
         ),
         runners_up=runners_up_of(runners_up),
     )
@@ -241,7 +243,7 @@ def _chosen_by(answer: SearchAnswer) -> str:
     if answer.split is not None and not is_solved(answer.chosen.plan.schedule):
         return (
             f"of {answer.split} plans found within {NEAR_SPLIT:.0%} of the optimum the one with the least simulated "
-            f"time under {answer.chosen.plan.schedule} was taken: found by simulation, not proven"
+            f"time under {answer.chosen.plan.schedule} was taken; {_of_split(answer)}"
         )
     if answer.tolerance:
         return f"the simplest plan that was found within {answer.tolerance:.2%} of the bound was taken"
@@ -250,7 +252,13 @@ def _chosen_by(answer: SearchAnswer) -> str:
     return (
         f"of {answer.near} plans found within {NEAR:.0%} of the optimum {answer.simulated} were "
         "simulated, and the one with the least simulated time was taken, or a changed one with still less"
+        f"{'' if answer.split is None else f'; {_of_split(answer)}'}"
     )
+
+
+def _of_split(answer: SearchAnswer) -> str:
+    """Return, in words, what is proven of plans with split backward passes."""
+    return split_words(answer.chosen.evaluation.estimate.simulated_step_time_s, answer.split_bound_s)
 
 
 def plan_summary(plan: Plan, prediction: Prediction) -> list[str]:
@@ -270,7 +278,9 @@ def plan_summary(plan: Plan, prediction: Prediction) -> list[str]:
         rest = "some others are open" if proof.gap else "the bounds ruled out the others"
         words = proof_words(proof.objective_s, bound_s)
         if not is_solved(plan.schedule):
-            words = f"found by simulation, not proven: {plan.schedule} was tried behind the best of the other schedules"
+            words = f"found by simulation: {plan.schedule} was tried behind the best of the other schedules"
+        if proof.split_bound_s is not UNSET:
+            words += f"; {split_words(estimate.simulated_step_time_s, proof.split_bound_s)}"
         of_what = "" if is_solved(plan.schedule) else " of these"
         lines += [
             words,

@@ -1,30 +1,34 @@
 """`shardwright verify`: a plan and the certificate of its search's bound, checked without searching."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from math import ceil, floor
 from pathlib import Path
 from time import monotonic
 
 import msgspec
+from msgspec import UNSET
 
 from shardwright.command import show
 from shardwright.io import BadInput, read_document, sha256_of_file
-from shardwright.types import Certificate, Cluster, Model, Plan
-from shardwright_search.certificate.check import confirms
+from shardwright.types import Certificate, Cluster, ConfigurationProof, Model, Plan
+from shardwright_search.certificate.check import Way, Ways, confirms
 from shardwright_search.certificate.options import VerifyOptions
 from shardwright_search.commands.prediction import read_inputs
-from shardwright_search.cost_model.plan import cost_model_of, evaluate
+from shardwright_search.cost_model.plan import Evaluation, cost_model_of, evaluate
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.solver.problem import Problem
+from shardwright_search.solver.targets import Target
 from shardwright_search.space.budget import allowed_bytes, budgets_of, over_bytes, with_spare
-from shardwright_search.space.configurations import Configuration, is_solved
+from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.membership import outside
 from shardwright_search.space.request import SearchRequest
 from shardwright_search.space.search_space import SearchSpace, space_of
+from shardwright_search.space.split_problem import SplitConfiguration, split_targets
 
 IN_PLAN = ("cluster", "model")
 """Roles of files that a plan contains: a certificate pins the hashes of all others."""
+_Target = Target[Configuration]
 _ANEW = "make it again with plan --certificate"
 _SEARCHED = "give the plan that the search wrote"
 
@@ -41,18 +45,51 @@ def verify(options: VerifyOptions) -> None:
     space = space_of(request, plan.model, plan.cluster, inputs.profiles, options.search)
     if (difference := outside(space, plan)) is not None:
         raise BadInput(options.plan, f"is outside the space of {options.search}: {difference}", _SEARCHED)
-    plan_ps = _objective_ps(options, plan, request, inputs.profiles)
-    count = _check_proofs(options, certificate, space, plan)
-    if plan_ps < certificate.bound_ps:
+    evaluation, samples = _evaluated(options, plan, request, inputs.profiles), plan.global_batch_size
+    file, proofs = options.certificate, certificate.configurations
+    count = _check_proofs(file, proofs, problems_of(space, samples), certificate.bound_ps)
+    lines = [_claim(options, certificate.bound_ps, plan, None if plan.schedule.splits else evaluation.objective_ps)]
+    if certificate.split_bound_ps is not UNSET:
+        proofs, bound_ps = certificate.split_configurations, certificate.split_bound_ps
+        count += _check_proofs(file, proofs, split_problems_of(space, samples), bound_ps)
+        simulated_ps = round(evaluation.estimate.simulated_step_time_s * 1e12)
+        lines.append(_split_claim(options, bound_ps, plan, simulated_ps))
+    lines.append(f"{count} configurations confirmed in {monotonic() - started:.1f} s{_not_compared(options)}")
+    show("\n".join(lines))
+
+
+def _claim(options: VerifyOptions, bound_ps: float, plan: Plan, plan_ps: int | None) -> str:
+    """Return what is confirmed of plans without split backward passes; `plan_ps`: of the plan, if it has none."""
+    others = " without split backward passes" if plan_ps is None else ""
+    words = f"verified: no plan{others} takes less than {_least_ms(bound_ps)} ms a step of "
+    words += f"{plan.global_batch_size} samples (closed form)"
+    if plan_ps is None:
+        return words
+    if plan_ps < bound_ps:
         raise BadInput(options.certificate, f"its bound exceeds the step time of {options.plan}", _ANEW)
-    # What is printed is rounded to the safe side, too.
-    bound_ns, gap = floor(certificate.bound_ps / 1000), ceil((plan_ps / Fraction(certificate.bound_ps) - 1) * 10**6)
-    show(
-        f"verified: no plan takes less than {bound_ns * 1e-6:.6f} ms a step of "
-        f"{plan.global_batch_size} samples (closed form)\n"
-        f"this plan takes {plan_ps * 1e-9:.6f} ms: no plan is more than {gap * 1e-4:.4f}% faster\n"
-        f"{count} configurations confirmed in {monotonic() - started:.1f} s{_not_compared(options)}"
+    more = f"no plan is more than {_most_percent(plan_ps, bound_ps)}% faster"
+    return f"{words}\nthis plan takes {plan_ps * 1e-9:.6f} ms: {more}"
+
+
+def _split_claim(options: VerifyOptions, bound_ps: float, plan: Plan, plan_ps: int) -> str:
+    """Return what is confirmed of plans with split backward passes, beside a plan's simulated time."""
+    if plan.schedule.splits and plan_ps < bound_ps:
+        raise BadInput(options.certificate, f"its bound exceeds the simulated step time of {options.plan}", _ANEW)
+    more = f"more than {_most_percent(plan_ps, bound_ps)}% " if plan_ps > bound_ps else ""
+    return (
+        f"verified: no plan with split backward passes takes less than {_least_ms(bound_ps)} ms (simulated)\n"
+        f"this plan takes {plan_ps * 1e-9:.6f} ms (simulated): none of them is {more}faster"
     )
+
+
+def _least_ms(bound_ps: float) -> str:
+    """Return a bound, rounded to the safe side."""
+    return f"{floor(bound_ps / 1000) * 1e-6:.6f}"
+
+
+def _most_percent(plan_ps: int, bound_ps: float) -> str:
+    """Return by how much another plan may be faster, rounded to the safe side."""
+    return f"{ceil((plan_ps / Fraction(bound_ps) - 1) * 10**6) * 1e-4:.4f}"
 
 
 def _check_pinned(options: VerifyOptions, certificate: Certificate, plan: Plan, files: Mapping[str, Path]) -> None:
@@ -73,8 +110,8 @@ def _check_given(options: VerifyOptions, plan: Plan) -> None:
         raise BadInput(options.plan, f"is for another model than {options.model}", _SEARCHED)
 
 
-def _objective_ps(options: VerifyOptions, plan: Plan, request: SearchRequest, profiles: Profiles) -> int:
-    """Return the closed form of a plan as in `evaluate`; raise BadInput if the plan exceeds the budget."""
+def _evaluated(options: VerifyOptions, plan: Plan, request: SearchRequest, profiles: Profiles) -> Evaluation:
+    """Return the plan as in `evaluate`; raise BadInput if it exceeds the budget."""
     evaluation = evaluate(plan, profiles, cost_model_of(plan, profiles, request.time_model), timeline=False)
     budgets = budgets_of(request, plan.cluster, options.search)
     allowed = allowed_bytes(plan, evaluation.estimate, budgets)
@@ -84,7 +121,7 @@ def _objective_ps(options: VerifyOptions, plan: Plan, request: SearchRequest, pr
             raise BadInput(options.plan, problem, _SEARCHED)
     if max(over_bytes(plan, evaluation.estimate, budgets)) > 0:
         raise BadInput(options.plan, "keeps more in host memory than its node types have", _SEARCHED)
-    return evaluation.objective_ps
+    return evaluation
 
 
 def _not_compared(options: VerifyOptions) -> str:
@@ -94,17 +131,19 @@ def _not_compared(options: VerifyOptions) -> str:
     return f"\nthe {' and the '.join(left)} are the plan's: {given} compare them with files" if left else ""
 
 
-def _check_proofs(options: VerifyOptions, certificate: Certificate, space: SearchSpace, plan: Plan) -> int:
+def _check_proofs(
+    file: Path, given: Sequence[ConfigurationProof], configurations: Iterable[tuple[str, Ways]], bound_ps: float
+) -> int:
     """Return the number of configurations; BadInput where one is missing, or its proof does not hold."""
-    file, bound_ps = options.certificate, Fraction(certificate.bound_ps)
-    proofs = {proof.configuration: proof for proof in certificate.configurations}
-    if len(proofs) < len(certificate.configurations):
+    proofs = {proof.configuration: proof for proof in given}
+    if len(proofs) < len(given):
         raise BadInput(file, "has several proofs of one configuration", _ANEW)
     count = 0
-    for name, problem, limit_ps in problems_of(space, plan.global_batch_size):
-        if (proof := proofs.pop(name, None)) is None:
+    for name, ways in configurations:
+        each = [(way, proofs.pop(way.name)) for way in ways(Fraction(bound_ps)) if way.name in proofs]
+        if not each:
             raise BadInput(file, f"leaves out a configuration of the space: {name}", _ANEW)
-        if not confirms(problem, proof, limit_ps(bound_ps)):
+        if not any(confirms(way.problem, proof, way.below_ps) for way, proof in each):
             raise BadInput(file, f"does not confirm its bound: {name}", _ANEW)
         count += 1
     if proofs:
@@ -116,25 +155,53 @@ def check_certifiable(request: SearchRequest, file: Path) -> None:
     """Raise BadInput for a request whose space no certificate covers."""
     if len(request.optimizers) > 1:
         raise BadInput(file, "optimizer: a certificate needs one", "name it, or search without --certificate")
-    if open_ := [each for each in request.schedules if each.interleaves or not is_solved(each)]:
+    if open_ := [each for each in request.schedules if each.interleaves]:
         problem = f"schedules: certificates do not cover {open_[0]}"
         raise BadInput(file, problem, "leave it out, or search without --certificate")
 
 
-def problems_of(space: SearchSpace, batch_size: int) -> Iterator[tuple[str, Problem, Callable[[Fraction], Fraction]]]:
-    """Yield each configuration's name and arrays, and a function from a bound to the step time that it implies.
+def problems_of(space: SearchSpace, batch_size: int) -> Iterator[tuple[str, Ways]]:
+    """Yield each configuration's name, and the one way to prove a bound of it.
 
     The bound is on the time of a step of the given batch size; other steps take as much for a sample.
     """
     space.check_listed("no certificate")
     for target in space.targets:
-        samples = Fraction(target.configuration.global_batch_size, batch_size)
-        offset_ps = Fraction(target.offset_ps)
+        name, problem = _configuration_name(target.configuration), space.instance.problem(target.configuration)
 
-        def limit_ps(bound_ps: Fraction, samples: Fraction = samples, offset_ps: Fraction = offset_ps) -> Fraction:
-            return bound_ps * samples - offset_ps
+        def way(
+            bound_ps: Fraction, name: str = name, problem: Problem = problem, target: _Target = target
+        ) -> list[Way]:
+            return [Way(name, problem, _limit_ps(target, batch_size, bound_ps))]
 
-        yield _configuration_name(target.configuration), space.instance.problem(target.configuration), limit_ps
+        yield name, way
+
+
+def split_problems_of(space: SearchSpace, batch_size: int) -> Iterator[tuple[str, Ways]]:
+    """Yield the same of each pipeline with split backward passes: ways by a mean of stages, and by the slowest."""
+    space.check_listed("no certificate")
+    for schedule in (each for each in space.instance.request.schedules if each.splits):
+        for target in split_targets(space, schedule) or ():
+            split, name = (
+                SplitConfiguration(space.instance, target.configuration),
+                _configuration_name(target.configuration),
+            )
+
+            def ways(
+                bound_ps: Fraction, split: SplitConfiguration = split, name: str = name, target: _Target = target
+            ) -> Iterator[Way]:
+                below_ps = _limit_ps(target, batch_size, bound_ps)
+                alone, weights = split.most_alone(below_ps), split.weights
+                more_ps = below_ps + alone * Fraction(split.too_much_ps(weights))
+                yield Way(f"{name}, mean", split.weighted_problem(weights), more_ps)
+                yield Way(f"{name}, slowest", split.largest_problem(alone == 0), below_ps)
+
+            yield name, ways
+
+
+def _limit_ps(target: _Target, batch_size: int, bound_ps: Fraction) -> Fraction:
+    """Return the T of a configuration that a bound of a step of the given batch size implies."""
+    return bound_ps * Fraction(target.configuration.global_batch_size, batch_size) - Fraction(target.offset_ps)
 
 
 def _configuration_name(configuration: Configuration) -> str:

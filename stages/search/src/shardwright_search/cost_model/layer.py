@@ -135,6 +135,8 @@ def has_other_passes(pp_size: int, num_microbatches: int, num_chunks: int) -> bo
     return num_microbatches > 1 and (pp_size == 1 or num_chunks > 1)
 
 
+_LONG_PS = 10**18
+"""Longer than any gather."""
 PLAIN_TURNS = Turns()
 """The turns of a plan whose shape changes nothing."""
 
@@ -346,10 +348,10 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         step, state, gradients and their sums, activations, workspace, and host memory, all step long and of a
         micro-batch.
         """
-        passes = [self._pass_numbers(type_name, each, topology, samples, turns) for each in parts.passes]
         tied = turns.ties and type_name == HEAD
         own = [self._parameter_numbers(type_name, each, topology, single_microbatch, tied) for each in parts.parameters]
-        forward_s, backward_s, free_s, activation, workspace, moved = np.array(passes).T[:, parts.passes_of]
+        passes = self._all_passes(type_name, parts, topology, samples, turns)
+        forward_s, backward_s, free_s, activation, workspace, moved = passes
         columns = np.array(own).T[:, parts.parameters_of]
         each, once, reduction = (AllOverlapped(*columns[first : first + 4]) for first in (0, 4, 8))
         partial_sum_s, optimizer_s, copies_s, state, gradients, sums, unreduced, buffers, host = columns[12:]
@@ -368,6 +370,27 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
                 *(host, moved),
             ]
         )
+
+    def computed_ps(
+        self, type_name: str, parts: Parts, topology: StageTopology, samples: int, turns: Turns = PLAIN_TURNS
+    ) -> Numbers:
+        """Return the times of both passes of a micro-batch without gathers of parameters [2, strategies]."""
+        return all_picoseconds(self._all_passes(type_name, parts, topology, samples, turns)[:2])
+
+    def least_gather_ps(
+        self, type_name: str, parts: Parts, topology: StageTopology, single_microbatch: bool
+    ) -> Numbers:
+        """Return the least that a gather for one pass adds to any computation that it overlaps with [strategies]."""
+        given = topology, single_microbatch, False
+        costs = (self._all_parameters(type_name, each, *given).gather_each for each in parts.parameters)
+        # Linear in the computation until all of the gather is hidden, so least at either end, but for rounding.
+        least = [max(0, min(map(gather_of(each).added_ps, (0, _LONG_PS))) - 1) for each in costs]
+        return np.array(least, float)[parts.parameters_of]
+
+    def _all_passes(self, type_name: str, parts: Parts, topology: StageTopology, samples: int, turns: Turns) -> Numbers:
+        """Return `_pass_numbers` of many strategies [6, strategies]."""
+        passes = [self._pass_numbers(type_name, each, topology, samples, turns) for each in parts.passes]
+        return np.asarray(np.array(passes).T[:, parts.passes_of])
 
     def _pass_numbers(
         self, type_name: str, strategy: Strategy, topology: StageTopology, samples: int, turns: Turns

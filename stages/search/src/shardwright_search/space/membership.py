@@ -10,6 +10,7 @@ from shardwright_search.solver.problem import Solution
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.search_space import SearchSpace
+from shardwright_search.space.split_problem import split_targets
 
 _REQUESTED = "gradient_reduction", "precision", "attention", "compile"
 
@@ -37,7 +38,11 @@ def _outside(space: SearchSpace, plan: Plan) -> Iterator[str | None]:
     if plan.optimizer not in request.optimizers:
         yield "another optimizer than the search file's"
         return
-    for configuration in (target.configuration for target in space.targets):
+    if plan.schedule.splits and plan.schedule not in request.schedules:
+        yield "another schedule than the search file's"
+        return
+    targets = (split_targets(space, plan.schedule) or ()) if plan.schedule.splits else space.targets
+    for configuration in (target.configuration for target in targets):
         if _shape(plan) == configuration[: len(_shape(plan))]:
             solution = _solution(instance, configuration, plan)
             if isinstance(solution, str):

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
+from shardwright.estimate.weight_passes import weight_pass
 from shardwright.plan.axes import Axis, layout_of
 from shardwright.plan.process_groups import Purpose, communicator_bytes, strategy_axes
 from shardwright.types import EMBEDDING, HEAD, Strategy
@@ -117,6 +118,18 @@ def _apart(before: _End, behind: _End, first: tuple[int, ...], last: tuple[int, 
     return first != last
 
 
+class SplitPasses(NamedTuple):
+    """The parts of split passes of a micro-batch [strategies], without ZeRO-3's gathers."""
+
+    forward_ps: Numbers
+    backward_ps: Numbers
+    weight_ps: Numbers
+    gather_ps: Numbers
+    """The least that a gather adds to one pass of a block, whatever it overlaps with."""
+    deferred_bytes: Numbers
+    """Bytes that the weight pass keeps."""
+
+
 class Bounds(NamedTuple):
     """The bounds of pipelines, with their caches."""
 
@@ -188,6 +201,26 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
             width=topology.size,
             host_budget_bytes=min(float(types[name].host_bytes) for name in topology.type_names),
         )
+
+    @cached_method
+    def split_passes(self, choice: Choice, topology: StageTopology, single_microbatch: bool) -> tuple[SplitPasses, ...]:
+        """Return the parts of every strategy's passes on stages of this topology, by type."""
+        return tuple(self._split_passes(name, choice, topology, single_microbatch) for name in self.types)
+
+    def _split_passes(self, name: str, choice: Choice, topology: StageTopology, single_microbatch: bool) -> SplitPasses:
+        strategies = self.layers.shardings(choice).of_type(name, topology.size)
+        if not strategies:
+            return SplitPasses(*np.zeros((5, 1)))
+        given = choice.samples, self.costs.precision, self.layers.request.attention
+        left = [weight_pass(self.costs.model, name, strategy, *given) for strategy in strategies]
+        shares, deferred = np.array(left).T
+        parts = parts_of(strategies)
+        forward, backward = self.costs.computed_ps(name, parts, topology, choice.samples, choice.turns)
+        gathers = np.zeros_like(forward)
+        if name not in (EMBEDDING, HEAD):
+            gathers = self.costs.least_gather_ps(name, parts, topology, single_microbatch)
+        weight = np.rint(backward * shares)
+        return SplitPasses(forward, backward - weight, weight, gathers, deferred)
 
     @cached_method
     def lean_group(
@@ -265,6 +298,12 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
     @cached_method
     def _moves(self, choice: Choice, topology: StageTopology) -> Numbers:
         """Return times [types, layouts, layouts], forward and back together, between layouts of the stage's width."""
+        one_way = self.moves_one_way(choice, topology)
+        return one_way + one_way.transpose(0, 2, 1)
+
+    @cached_method
+    def moves_one_way(self, choice: Choice, topology: StageTopology) -> Numbers:
+        """Return times [types, layouts, layouts] of a forward pass between layouts of the stage's width."""
         return np.array([self._moves_of(name, choice, topology) for name in self.types])
 
     def _moves_of(self, name: str, choice: Choice, topology: StageTopology) -> Numbers:
@@ -275,7 +314,7 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
         for a, b in product(_of_width(shardings, topology.size), repeat=2):
             moved = self.costs.redistribution(name, layouts[a], layouts[b], topology, choice.samples)
             one_way[a, b] = moved.time_ps
-        return one_way + one_way.T
+        return one_way
 
     def handed_over(self, choice: Choice, handover: Handover) -> Numbers:
         """Return times [types, layouts before, layouts after]; infinity: impossible."""
