@@ -9,7 +9,7 @@ from msgspec import UNSET
 from shardwright.io import BadInput
 from shardwright.models.context import WITHOUT_FLASH, plan_obstacle
 from shardwright.models.mtp import mtp_layers
-from shardwright.models.registry import FAMILIES
+from shardwright.models.registry import FAMILIES, check_trained
 from shardwright.plan.axes import axes_of
 from shardwright.plan.offload import check_offload
 from shardwright.plan.supported_fields import check_fields
@@ -27,6 +27,7 @@ _WIDEST_HEAD = 256
 def check_supported(plan: Plan, file: object) -> None:
     """Raise BadInput naming the first part of a plan that the runtime does not support on any device."""
     further = ("loss_chunks", "layers.offload", *(["optimizer"] if plan.optimizer in OPTIMIZERS_RUN else []))
+    check_trained(plan.model.family, file)
     check_fields(plan, file, "the runtime", further)
     check_offload(plan, file)
     if mtp_layers(plan.model.layers):
