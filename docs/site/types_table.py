@@ -59,6 +59,8 @@ def _order(row: tuple[tuple[str, str, str], list[str]]) -> tuple[str, bool, int]
 
 def _said(kind: str, found: Mapping[str, Any]) -> tuple[str, str, str]:
     family = FAMILIES.get(OTHER_NAMES[kind].family if kind in OTHER_NAMES else kind)
+    if family is not None and family.untrained is not None:
+        return "facts", f"no: {family.untrained}", _EVERYWHERE
     if family is not None:
         return "facts", "exactly", ", ".join(_systems(family))
     if "exact" in found:

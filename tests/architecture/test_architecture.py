@@ -275,7 +275,7 @@ def _homes():
     """The files that may name families: their facts, why a type has none, and runtime files, which build on another."""
     facts = PACKAGES["shardwright-core"] / "src/shardwright/models"
     runtimes = PACKAGES["shardwright-train"] / "src/shardwright_train/models"
-    files = {facts.runtime.partition(":")[0] for facts in FAMILIES.values()}
+    files = {facts.runtime.partition(":")[0] for facts in FAMILIES.values() if facts.untrained is None}
     return {facts / "registry.py", *facts.glob("families/*.py"), *(runtimes / f"{file}.py" for file in files)}
 
 

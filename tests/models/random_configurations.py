@@ -51,6 +51,26 @@ def random_configuration(name, rng):
             config = {"text_config": text, "vision_config": vision, "image_token_index": 98}
             config |= {"mm_tokens_per_image": rng.choice((1, 4, 16))}
             further = {"boi_token_index": 3, "tie_word_embeddings": True, "images_per_sample": rng.randint(1, 3)}
+        case "mistral3" | "llama4" | "qwen3_vl" | "glm4v":
+            text = {key: numbers[key] for key in numbers if key != "vocab_size"} | shape | {"vocab_size": 99}
+            text |= {"num_key_value_heads": 1} | ({} if name == "glm4v" else {"head_dim": 8})
+            vision = {"hidden_size": 8 * heads, "intermediate_size": inner, "patch_size": 4}
+            stacked = {"num_attention_heads": heads, "num_hidden_layers": rng.randint(1, 4)}
+            named = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
+            further = {"images_per_sample": rng.randint(1, 2), "tie_word_embeddings": False}
+            if name in ("qwen3_vl", "glm4v"):
+                vision |= {named[key]: value for key, value in stacked.items()} | {"out_hidden_size": 12}
+                further |= {"image_token_id": 5, "pixels_per_side": 8}
+            else:
+                vision |= stacked
+                further |= {"image_token_index": 98}
+            if name == "mistral3":
+                text |= {"sliding_window": rng.choice((None, 64))}
+                further |= {"pixels_per_side": 8, "multimodal_projector_bias": True, "spatial_merge_size": 1}
+                vision["model_type"] = "pixtral"
+            vision |= {"num_position_embeddings": 16} if name == "qwen3_vl" else {"image_size": 16}
+            text |= {"num_local_experts": 4, "intermediate_size_mlp": inner} if name == "llama4" else {}
+            config = {"text_config": text, "vision_config": vision}
         case "modernbert":
             config = shape | numbers | {"pad_token_id": None, "global_attn_every_n_layers": rng.randint(1, 4)}
             further = dict.fromkeys(("attention_bias", "classifier_bias", "mlp_bias", "norm_bias"), True)

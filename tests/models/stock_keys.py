@@ -26,11 +26,11 @@ _OLDER = {"rope_theta": 10000.0, "rope_scaling": None}
 
 def family_keys(family: Family) -> set[str]:
     """Return the keys of a family's files that mean something, those inside of its parts included."""
-    runtime = family_named(family.model_type, "tests")
-    own = runtime.stock.config_class
+    runtime = family_named(family.model_type, "tests") if family.untrained is None else None
+    own = CONFIG_MAPPING[family.model_type] if runtime is None else runtime.stock.config_class
     classes = [own, *(each for each in own.sub_configs.values() if "model_type" in vars(each))]
-    if "vision_config" in own.sub_configs:
-        classes += [CONFIG_MAPPING[kind] for kind in TOWERS]
+    if runtime is not None and "vision_config" in own.sub_configs:
+        classes += [CONFIG_MAPPING[kind] for kind in getattr(runtime, "towers", TOWERS)]
     if hasattr(runtime, "text"):
         classes.append(runtime.text[0])
     return {key for each in classes for key in keys_of(each)}

@@ -29,7 +29,7 @@ from shardwright_train.models.description import describe
 from shardwright_train.models.llama import Llama
 from shardwright_train.parallel.sharding_rules import Parts
 
-NAMES = sorted(FAMILIES)
+NAMES = sorted(name for name, facts in FAMILIES.items() if facts.untrained is None)
 NEEDED = {
     "model_type", "stock", "runtime", "keys", "parameters", "stacks", "divided", "attention", "norm", "feed_forward",
     "dropouts",
@@ -50,6 +50,7 @@ NEEDED_KEYS = {
     "baichuan": {"max_position_embeddings": 64},
     "llava": {"image_token_index": 5},
     "gemma3": {"mm_tokens_per_image": 196},
+    "mistral3": {"vision_config": {}},
 }
 """Keys without which a file says too little."""
 
@@ -84,7 +85,7 @@ def test_a_family_that_lacks_a_fact_cannot_be_made():
 
 
 def test_blocks_have_the_same_paths_in_facts_and_runtime():
-    for name, facts in FAMILIES.items():
+    for name, facts in ((name, FAMILIES[name]) for name in NAMES):
         paths = {kind: parts.place("{}") for kind, parts in family_named(name, "test").parts.items()}
         named = {kind for stack in facts.stacks for kind in stack.types}
         assert {kind: facts.stock.places.get(kind, "model.layers.{}") for kind in named} == {k: paths[k] for k in named}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 from probe_plans import probe_settings
 
@@ -48,7 +49,11 @@ class Constants(NamedTuple):
     """Share of the layers' forward pass that full recomputation repeats."""
 
 
-def _model(layers: Sequence[str] = ("block",) * 4, sequence_length: int = 32, tied: bool = False) -> Model:
+def _model(
+    layers: Sequence[str] = ("block",) * 4, sequence_length: int = 32, tied: bool = False, whole_ends: bool = False
+) -> Model:
+    """`whole_ends`: each rank has all of embedding and head, as of models without facts."""
+
     def kind(*parameters: Parameter) -> LayerType:
         return LayerType(
             parameters=parameters,
@@ -67,6 +72,8 @@ def _model(layers: Sequence[str] = ("block",) * 4, sequence_length: int = 32, ti
         "embedding": kind(Parameter(name="embed.weight", shape=(64, 8), tp_dim=0)),
         "head": kind(Parameter(name="norm.weight", shape=(8,)), Parameter(name="head.weight", shape=(64, 8), tp_dim=0)),
     }
+    if whole_ends:
+        ends = {name: msgspec.structs.replace(end, tp_must_divide={"ends": 1}) for name, end in ends.items()}
     return Model(
         name="toy",
         family="toy",
@@ -91,7 +98,7 @@ def _cluster(*nodes: tuple[int, int]) -> Cluster:
 def _measured_plan(plan: Plan, constants: Constants) -> PlanMeasurement:
     counts = {name: plan.model.layers.count(name) for name in constants.layer_s}
     # A microbatch twice the size takes twice as long, a backward pass twice as long as a forward pass.
-    samples = plan.microbatch_samples // plan.embedding.dp_size
+    samples = plan.microbatch_samples // plan.layers[0].dp_size
     layers_s = constants.base_s + samples * sum(counts[name] * constants.layer_s[name] for name in counts)
     layers_s += constants.gather_s * (plan.embedding.data_parallel is DataParallel.ZERO3)
     times_s = {"embedding": constants.base_s, "layers": layers_s, "head": 2 * constants.base_s}
@@ -99,11 +106,11 @@ def _measured_plan(plan: Plan, constants: Constants) -> PlanMeasurement:
     backward_s = {name: 2 * time_s + replay_s * (name == "layers") for name, time_s in times_s.items()}
     layer_bytes = sum(counts[name] * constants.layer_bytes[name] for name in counts)
     held_bytes = {"embedding": 7, "layers": 11 + samples * layer_bytes, "head": 13}
-    tp_size = plan.embedding.tp_size
-    types = plan.model.types
-    parameters = sum(types[name].parameter_count(tp_size) for name in ("embedding", *plan.model.layers, "head"))
+    types, ends = plan.model.types, plan.embedding.tp_size
+    parameters = sum(types[name].parameter_count(plan.layers[0].tp_size) for name in plan.model.layers)
+    parameters += sum(types[name].parameter_count(ends) for name in ("embedding", "head"))
     if plan.model.tied:
-        parameters -= 64 * 8 // tp_size
+        parameters -= 64 * 8 // ends
     optimizer_s = constants.optimizer_constant_s + constants.optimizer_s_per_parameter * parameters
     reduction_s = constants.base_s / 3
     passes_s = sum(times_s.values()) + sum(backward_s.values())

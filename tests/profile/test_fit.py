@@ -129,6 +129,26 @@ def _check_states(
         assert abs(states["parameter_bytes"][rows[0]] - ends_bytes * embedding / (embedding + head)) <= 1
 
 
+def test_embedding_and_head_that_are_not_divided_are_fitted_to_probes_of_whole_layers(
+    make_model, make_cluster, make_measurement, make_constants
+):
+    model = make_model(whole_ends=True)
+    settings = probe_settings(sequence_parallel=(SequenceParallel.NONE,), micro_batch_sizes=(2, 4))
+    plans = make_probes([model], make_cluster((1, 2)), "cpu-2", settings).plans
+    profile = fit_profile([(Path("m.json"), make_measurement(plans, make_constants(gather_s=0.1)))])
+    layers, states = profile.layers, profile.states
+    sizes = {name: {int(layers["tp_size"][row]) for row in _rows(layers, name)} for name in model.types}
+    assert sizes == {"embedding": {1}, "block": {1, 2}, "head": {1}}
+    found = {(states["type"][row].decode(), int(states["tp_size"][row])): row for row in range(len(states["type"]))}
+    assert found.keys() == {("embedding", 1), ("block", 1), ("block", 2), ("head", 1)}
+    row = found["block", 2]
+    assert (states["reduction_s"][row], states["reduction_ranks"][row]) == (0, 1)
+    # The line goes through all probes: the optimizer's time is in proportion to what a rank updates.
+    for (name, tp_size), row in found.items():
+        updated_s = make_constants().optimizer_s_per_parameter * model.types[name].parameter_count(tp_size)
+        np.testing.assert_allclose(states["optimizer_s"][row], updated_s, rtol=1e-6)
+
+
 def test_equal_measurements_give_equal_bytes_in_whatever_order_they_come(
     plans, make_measurement, make_constants, tmp_path
 ):

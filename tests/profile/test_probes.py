@@ -128,6 +128,23 @@ def test_a_strategy_that_does_not_fit_is_left_out_with_its_reason(make_model, ma
     ]
 
 
+def test_layers_are_measured_under_strategies_that_embedding_and_head_do_not_have(make_model, make_cluster):
+    settings = _settings(tp_sizes=(1, 2), sequence_parallel=(SequenceParallel.NONE, SequenceParallel.MEGATRON))
+    made = make_probes([make_model(whole_ends=True)], make_cluster((1, 4)), "cpu-4", settings)
+    shapes = {
+        (plan.layers[0].tp_size, plan.embedding.tp_size, plan.head.dp_size, plan.microbatch_samples)
+        for plan in made.plans
+    }
+    assert shapes == {(1, 1, 4, 4), (1, 1, 4, 8), (1, 1, 4, 16), (2, 1, 4, 4), (2, 1, 4, 8)}
+    assert [sentence.partition(":")[0] for sentence in made.left_out] == [
+        "tp_size=2 sequence_parallel=megatron",  # whose positions would be gathered for embedding and head
+        "tp_size=2 sequence_parallel=none micro_batch_size=1",
+    ]
+    # Nothing would measure embedding and head.
+    with pytest.raises(BadInput, match=r"no strategy fits .*tp_size 2 does not divide ends 1"):
+        make_probes([make_model(whole_ends=True)], make_cluster((1, 4)), "cpu-4", _settings(tp_sizes=(2,)))
+
+
 def test_no_fitting_strategy_and_an_unknown_node_type_are_refused(make_model, make_cluster):
     settings = ProfileSettings(
         tp_sizes=(3,), sequence_parallel=(SequenceParallel.NONE,), recompute=(Recompute.NONE,), micro_batch_sizes=(1,)

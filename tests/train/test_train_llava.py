@@ -46,7 +46,8 @@ def test_layers_are_a_tower_a_projector_and_a_language_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "images", "tokens"), [("llava", 1, 9), ("gemma3", 1, 4), ("llava", 2, 4), ("gemma3", 3, 4)]
+    ("family", "images", "tokens"),
+    [("llava", 1, 9), ("gemma3", 1, 4), ("mistral3", 1, 4), ("llava", 2, 4), ("gemma3", 3, 4)],
 )
 def test_operations_are_those_that_torch_counts(family: str, images: int, tokens: int) -> None:
     several = SEVERAL[family] if images > 1 else {}

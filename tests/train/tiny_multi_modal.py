@@ -61,9 +61,24 @@ MULTI_MODAL: dict[str, dict[str, Any]] = {
     },
 }
 
+MULTI_MODAL["mistral3"] = {
+    "model_type": "mistral3",
+    "image_token_index": 60,
+    "text_config": {
+        **{key: value for key, value in MULTI_MODAL["llava"]["text_config"].items() if key != "model_type"},
+        **{"model_type": "mistral", "head_dim": 4, "sliding_window": None},
+    },
+    "vision_config": {
+        **{"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "image_size": 64, "patch_size": 4},
+    },
+    "pixels_per_side": 16,
+}
+
 SEVERAL: dict[str, dict[str, Any]] = {
     "llava": {"images_per_sample": 2, "vision_config": {**MULTI_MODAL["llava"]["vision_config"], "image_size": 8}},
     "gemma3": {"images_per_sample": 3},
+    "mistral3": {"images_per_sample": 3},
 }
 """Changes to them by which samples have several images."""
 
@@ -81,6 +96,8 @@ def logits_of_images(stock: Any, batch: Batch) -> Tensor:
         pixels = pixels[:, None]
     there = torch.arange(pixels.shape[1]) < images_of
     images = {"pixel_values": pixels[there].to(stock.dtype)} if inside.any() else {}
+    if images and stock.config.model_type == "mistral3":
+        images["image_sizes"] = torch.tensor([pixels.shape[-2:]] * int(there.sum()))
     if is_gemma:
         images["token_type_ids"] = inside.long()
     logits: Tensor = stock(batch["tokens"], **images).logits

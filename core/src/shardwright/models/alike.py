@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardwright.io import BadInput, did_you_mean, read_object
-from shardwright.models.config_keys import NOTES, changes_nothing, known_keys
+from shardwright.models.config_keys import NOTES, changes_nothing, known_keys, wrong_values
 from shardwright.models.facts import Family
 from shardwright.models.registry import FAMILIES, OTHER_NAMES, USUAL, refusal
 from shardwright.models.traits import Config, Mask
@@ -62,7 +62,8 @@ def read_config(given: Config, file: object, taken_as: str | None = None) -> Rea
     config, notes = without_format(given)
     kind = config.get("model_type")
     if taken_as is None or taken_as == kind:
-        return Read(_as_named(config, file), notes)
+        config = _as_named(config, file)
+        return Read(config, (*notes, *_assumed(config)))
     if taken_as not in priced_families():
         remedy = did_you_mean(taken_as, priced_families(), f"give one of {', '.join(priced_families())}")
         raise BadInput(OPTION, f"{taken_as!r} is not a family of language models", remedy)
@@ -148,6 +149,15 @@ def _as_named(config: dict[str, Any], file: object) -> dict[str, Any]:
     if not is_known(config):
         raise unknown_type(config, file)
     return config
+
+
+def _assumed(config: Config) -> Iterator[str]:
+    """Yield what is assumed of a model's images, if its configuration leaves their size open."""
+    family = FAMILIES[config["model_type"]]
+    if family.vision is not None and family.vision.assumed is not None:
+        configured = family.configured(config)
+        if wrong_values(family, config) is None and family.keys.wrong(configured) is None:
+            yield family.vision.assumed(configured)
 
 
 def _fits(given: Config, family: Family) -> bool:

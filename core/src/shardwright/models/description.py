@@ -32,6 +32,7 @@ _TABLES = (
     "wpe",
     "embeddings",
     "position_embedding",
+    "pos_embed",
     "embed_positions",
     "shared",
     "relative_attention_bias",

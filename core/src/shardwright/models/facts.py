@@ -38,6 +38,8 @@ class Vision(NamedTuple):
     """Positions that the embedding multiplies nothing for: the class of an image has no patch."""
     tower: Callable[[str, Config], "Family | None"] | None = None
     """Facts of a type of block that belongs to the tower of another family; None: an image is a whole sample."""
+    assumed: Callable[[Config], str] | None = None
+    """What is taken of the images of a sample, in words, if configurations leave their size open."""
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +49,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Its name in a config.json, in descriptions and in transformers."""
     stock: StockModel
     runtime: str
-    """File and class of the runtime that cut and call the stock model's modules, such as `llama:Llama`."""
+    """File and class of the runtime that cut and call the stock model's modules, such as `llama:Llama`; empty if
+    `untrained`."""
     keys: Keys
     parameters: Layers
     stacks: tuple[Stack, ...]
@@ -61,6 +64,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     experts: ExpertKeys | None = None
     vision: Vision | None = None
     systems: Systems = Systems()
+    untrained: str | None = None
+    """Why its models are described, estimated and planned, but not trained; None: they are trained."""
 
     @property
     def kernels(self) -> tuple[Attention, ...]:

@@ -38,6 +38,7 @@ USUAL = ("deepseek_v3", "mixtral", "llama", "gpt2")
 """Families that models of most other types are like, the most special first."""
 _UNFIT = {
     "qwen2_5_vl": "mrope_section and window_size follow the size of each image, which its configuration does not hold",
+    "gemma3n": "its images go through a convolutional network of the package timm, which has no blocks",
 }
 """Reasons why models of a type cannot be trained, for types that users are likely to try."""
 
@@ -46,6 +47,14 @@ def refusal(model_type: object, usual: str) -> str:
     """Return why there is no family for a model_type: `usual`, unless there is a specific reason."""
     reason = _UNFIT.get(model_type) if isinstance(model_type, str) else None
     return usual if reason is None else f"model_type {model_type!r} cannot be trained: {reason}"
+
+
+def check_trained(name: str, file: object) -> None:
+    """Raise BadInput for a family whose models are described and planned only."""
+    family = FAMILIES.get(name)
+    if family is not None and family.untrained is not None:
+        remedy = "plan it, or train its language model by itself"
+        raise BadInput(file, f"models of the family {name} are planned, not trained: {family.untrained}", remedy)
 
 
 def facts_of(model: Model) -> Family:

@@ -122,8 +122,12 @@ def _backward(pair: LayerPair) -> Sourced:
 
 
 def _end_rows(probes: Sequence[ProbeResult]) -> Iterator[LayerRow]:
-    """Yield embedding and head under each key without recomputation: mean time and largest memory of its probes."""
-    for key, alike in rows_by_key(probe for probe in probes if probe.key.recompute is Recompute.NONE).items():
+    """Yield embedding and head under each key without recomputation: mean time and largest memory of its probes.
+
+    Those whose embedding and head are sharded otherwise than the layers have none: others are of their strategy.
+    """
+    plain = (probe for probe in probes if probe.is_uniform and probe.key.recompute is Recompute.NONE)
+    for key, alike in rows_by_key(plain).items():
         for name in (EMBEDDING, HEAD):
             costs = [probe.segments[name] for probe in alike]
             figures = LayerFigures(
@@ -169,7 +173,7 @@ _STATE_BYTES: tuple[tuple[str, Callable[[ProbeResult], int]], ...] = (
 
 
 def parameter_parts(probe: ProbeResult) -> int:
-    """The number of ranks among which tensor parallelism splits the parameters."""
+    """The number of ranks among which tensor parallelism splits the parameters of layers."""
     return axes_of(probe.plan.layers[0]).dense.tensor.size
 
 
@@ -199,7 +203,8 @@ def fit_states(pairs: Sequence[LayerPair], line: OptimizerLine, zero: ZeroRates 
     A block's bytes are the difference of its probes, the most over strategies and micro-batch sizes. What the layers
     leave over is split between embedding, head and types of which probes have one layer, by their numbers of
     parameters, or of trained ones. Time of the gradient reduction is divided by gradient bytes. Probes under Ulysses
-    are left out: their parameters are not split by tp_size.
+    are left out: their parameters are not split by tp_size. Probes whose embedding and head are sharded otherwise give
+    their layers' bytes and optimizer time only: their ranks reduce in several groups at once.
     """
     usable = [pair for pair in pairs if not axes_of(pair.few.plan.layers[0]).exchanges_heads]
     if not usable:
@@ -217,8 +222,9 @@ def _state_rows(
     model = pairs[0].few.plan.model
     columns = [_state_bytes(tp_size, pairs, quantity, bytes_of) for quantity, bytes_of in _STATE_BYTES]
     probes = [probe for pair in pairs for probe in (pair.few, pair.many)]
-    ranks, rate = _reduction_ranks(probes), _reduction_s_per_byte(probes)
-    for name in (EMBEDDING, *pairs[0].few.counts, HEAD):
+    uniform = pairs[0].few.is_uniform
+    ranks, rate = (_reduction_ranks(probes), _reduction_s_per_byte(probes)) if uniform else (1, 0.0)
+    for name in (EMBEDDING, *pairs[0].few.counts, HEAD) if uniform else pairs[0].few.counts:
         parameters, gradients, optimizer = (column[name] for column in columns)
         count, trained = model.types[name].parameter_count(tp_size), model.types[name].trained_count(tp_size)
         # All derived: times come off a line, and the bytes of embedding and head from a split.
@@ -233,7 +239,7 @@ def _state_rows(
             optimizer_source=Source.DERIVED,
             reduction_s=rate * gradients,
             reduction_ranks=ranks,
-            reduction_source=Source.DERIVED,
+            reduction_source=Source.DERIVED if uniform else Source.ABSENT,
             scatter_s=zero.scatter_s * trained if zero else 0.0,
             gather_s=zero.gather_s * count if zero else 0.0,
             zero_ranks=zero.ranks if zero else 1,
@@ -285,10 +291,10 @@ def _state_bytes(
 
 def _rank_parameters(probe: ProbeResult) -> int:
     """Return the number of parameters that the optimizer of one rank updates; tied ones count once."""
-    model = probe.plan.model
-    split = parameter_parts(probe)
-    all_parameters = sum(model.types[name].trained_count(split) for name in (EMBEDDING, *model.layers, HEAD))
-    return all_parameters - _tied_parameters(model, split)
+    model, ends = probe.plan.model, axes_of(probe.plan.head).dense.tensor.size
+    of_layers = sum(model.types[name].trained_count(parameter_parts(probe)) for name in model.layers)
+    of_ends = sum(model.types[name].trained_count(ends) for name in (EMBEDDING, HEAD))
+    return of_layers + of_ends - _tied_parameters(model, ends)
 
 
 def _tied_parameters(model: Model, parts: int) -> int:

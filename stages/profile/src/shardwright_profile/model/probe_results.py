@@ -92,6 +92,11 @@ class ProbeResult(NamedTuple):
         return self.plan.layers[0].data_parallel
 
     @property
+    def is_uniform(self) -> bool:
+        """Whether embedding and head are sharded as its layers."""
+        return self.plan.embedding.tp_size == self.plan.layers[0].tp_size
+
+    @property
     def microbatch_s(self) -> float:
         """The seconds of forward and backward of the middle microbatch."""
         return sum(cost.forward.slowest.median_s + cost.backward.slowest.median_s for cost in self.segments.values())

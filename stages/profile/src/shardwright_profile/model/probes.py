@@ -16,6 +16,8 @@ from shardwright.models.mtp import mtp_layers
 from shardwright.plan.axes import axes_of, layout_of, strategy_on
 from shardwright.plan.expert_messages import shares_experts
 from shardwright.types import (
+    EMBEDDING,
+    HEAD,
     Cluster,
     ContextParallel,
     ContextProbe,
@@ -70,8 +72,9 @@ def make_probes(models: Sequence[Model], cluster: Cluster, node_type: str, setti
     `models` are descriptions of one model at each length of the settings, its own first. For each strategy, length and
     micro-batch size: one plan with `settings.layers[0]` layers of every block type, and one for each block type with
     `settings.layers[1]` layers of it. Of a type that passes on another shape than it receives, each has one. With the
-    most of every type, one under ZeRO-2 and one under ZeRO-3. For each of `cp_sizes` as many as for a strategy. Raises
-    BadInput when the lengths are others, no strategy fits model and node, or layers predict further tokens.
+    most of every type, one under ZeRO-2 and one under ZeRO-3. For each of `cp_sizes` as many as for a strategy.
+    Embedding and head that a strategy does not fit are on each rank as a whole. Raises BadInput when the lengths are
+    others, no strategy fits model and node, or layers predict further tokens.
     """
     model = models[0]
     if mtp_layers(model.layers):
@@ -93,8 +96,8 @@ def make_probes(models: Sequence[Model], cluster: Cluster, node_type: str, setti
         _probe(truncated, node, settings, strategy, recompute, size)
         for strategy, recompute in product(fitting, settings.recompute)
         for described in models
-        if misfit_of(described, strategy) is None
-        for size in settings.sizes(described.sequence_length, length)
+        if _misfit(described, strategy, settings) is None
+        for size in _sizes(described, strategy, settings, length)
         for truncated in _truncations(described, settings.layers)
     )
     plans += tuple(_apart(models, node, settings, fitting))
@@ -104,10 +107,16 @@ def make_probes(models: Sequence[Model], cluster: Cluster, node_type: str, setti
     plans += tuple(plan for _, plan in shares)
     left_out += unshared
     left_out += [
-        f"{formatted(strategy)} sequence_length={described.sequence_length}: {misfit_of(described, strategy)}"
+        f"{formatted(strategy)} sequence_length={described.sequence_length}: {problem}"
         for strategy in fitting
         for described in models
-        if misfit_of(described, strategy) is not None
+        if (problem := _misfit(described, strategy, settings)) is not None
+    ]
+    left_out += [
+        f"{formatted(strategy)} micro_batch_size={size}: embedding and head, which are on each rank as a whole, "
+        "cannot have an equal number of samples"
+        for strategy in fitting
+        for size in sorted({*settings.sizes(length, length)}.difference(_sizes(model, strategy, settings, length)))
     ]
     experts = tuple(_expert_probes(models, settings, fitting))
     return Probes(plans, tuple(_in_turns(plans, context)), tuple(left_out), experts, context)
@@ -221,10 +230,12 @@ def no_probe(plan: Plan) -> str | None:
         return "it runs on several kinds of nodes"
     if len({_sharding(layer) for layer in plan.layers}) != 1:
         return "its layers have different strategies"
-    if {_sharding(plan.layers[0])[:3]} != {
+    plain = Strategy(**{name: getattr(plan.layers[0], name) for name in Strategy.__struct_fields__})
+    ends = _strategy_of_ends(plan.model, plain)
+    if {(ends.tp_size, ends.tp_consecutive, ends.sequence_parallel)} != {
         (s.tp_size, s.tp_consecutive, s.sequence_parallel) for s in (plan.embedding, plan.head)
     }:
-        return "embedding and head have another strategy than its layers"
+        return "embedding and head have another strategy than its layers, which fits them"
     if len({(s.data_parallel, s.shard_size) for s in (*plan.layers, plan.embedding, plan.head)}) != 1:
         return "its layers are of several kinds of data parallelism"
     if plan.num_microbatches < NUM_MICROBATCHES:
@@ -301,7 +312,36 @@ def _strategies(model: Model, devices: int, settings: ProfileSettings) -> Iterat
             yield Strategy(tp_size=tp_size, dp_size=1, sequence_parallel=kind), problem
         else:
             strategy = replace(plain, sequence_parallel=kind)
-            yield strategy, misfit_of(model, strategy)
+            yield strategy, _misfit(model, strategy, settings)
+
+
+def _misfit(model: Model, strategy: Strategy, settings: ProfileSettings) -> str | None:
+    """Return why a model cannot be measured under a strategy; None if it can.
+
+    Embedding and head that it does not fit are measured by other probes, of tp_size 1.
+    """
+    problem = misfit_of(model, strategy)
+    blocks = (misfit(model, name, strategy) for name in block_types(model))
+    apart = strategy.sequence_parallel is SequenceParallel.NONE and not model.reshaping and 1 in settings.tp_sizes
+    return None if apart and not any(blocks) else problem
+
+
+def _strategy_of_ends(model: Model, strategy: Strategy) -> Strategy:
+    """Return the strategy of embedding and head in a probe: the same, or tp_size 1 if it does not fit both."""
+    if all(misfit(model, name, strategy) is None for name in (EMBEDDING, HEAD)):
+        return strategy
+    return Strategy(tp_size=1, dp_size=layout_of(strategy).stage_size, data_parallel=strategy.data_parallel)
+
+
+def _sizes(model: Model, strategy: Strategy, settings: ProfileSettings, length: int) -> tuple[int, ...]:
+    """Return the micro-batch sizes to measure of which embedding and head can have an equal part on each rank.
+
+    `length` is the length of the model whose other lengths are measured at the smallest size, unless `grid` is full.
+    """
+    ranks, ends = layout_of(strategy).samples.size, layout_of(_strategy_of_ends(model, strategy)).samples.size
+    possible = tuple(size for size in settings.sizes(length, length) if size * ranks % ends == 0)
+    every = len(settings.sizes(model.sequence_length, length)) > 1
+    return possible if every or not possible else (min(possible),)
 
 
 def _check_lengths(models: Sequence[Model], settings: ProfileSettings) -> None:
@@ -324,6 +364,7 @@ def _probe(
 ) -> Plan:
     counts = " ".join(f"{name}={count}" for name, count in layer_counts(model).items())
     layers = tuple(LayerStrategy(**asdict(strategy), type=name, recompute=recompute) for name in model.layers)
+    ends = _strategy_of_ends(model, strategy)
     return Plan(
         name=f"{model.name}@{node.name} {formatted(strategy)} recompute={recompute} "
         f"micro_batch_size={micro_batch_size} sequence_length={model.sequence_length} layers {counts}",
@@ -336,7 +377,7 @@ def _probe(
         attention=settings.attention,
         compile=settings.compile,
         stages=(PipelineStage(ranks=tuple(range(node.num_devices)), layers=((0, len(layers)),)),),
-        embedding=strategy,
-        head=strategy,
+        embedding=ends,
+        head=ends,
         layers=layers,
     )

@@ -11,10 +11,11 @@ from shardwright.io import BadInput, read_document, write_document
 from shardwright.models.adapter_config import read_adapter
 from shardwright.models.alike import has_images, read_config, read_configuration, without_format
 from shardwright.models.config_keys import without_notes
-from shardwright.models.description import USUAL_TOKENS, stated_length
+from shardwright.models.description import USUAL_TOKENS, model_of_config, stated_length
 from shardwright.models.frozen import FrozenPart, freeze
 from shardwright.models.low_rank import adapt
 from shardwright.models.mtp import DEPTHS_KEY, with_mtp
+from shardwright.models.registry import FAMILIES
 from shardwright.types import Model, Plan
 from shardwright_train.data.corpora import Source
 from shardwright_train.data.split import LossOn
@@ -164,9 +165,13 @@ def describe_folder(
             model, ignored = describe_by_trace(config, name, length), None
         else:
             read = read_config(given, file, taken_as)
-            known, notes = family_named(read.config["model_type"], file), read.notes
-            config, ignored = without_notes(known.facts, read.config)
-            model = describe(known, config, name, sequence_length)
+            facts, notes = FAMILIES[read.config["model_type"]], read.notes
+            config, ignored = without_notes(facts, read.config)
+            if facts.untrained is None:
+                model = describe(family_named(facts.model_type, file), config, name, sequence_length)
+            else:
+                model = model_of_config(config, name, sequence_length, file)
+                notes = (*notes, f"its plans are not trained here: {facts.untrained}")
     except ValueError as error:
         raise BadInput(file, str(error), "correct the configuration") from None
     if sequence_length is None:

@@ -15,7 +15,7 @@ from shardwright.io import BadInput
 from shardwright.models.alike import unknown_type
 from shardwright.models.facts import Family as Facts
 from shardwright.models.mtp import mtp_depth
-from shardwright.models.registry import FAMILIES
+from shardwright.models.registry import FAMILIES, check_trained
 from shardwright.types import EMBEDDING, HEAD, Attention, Model, Strategy, base_type
 from shardwright_train.data.objectives import Causal, Classification, Text
 from shardwright_train.data.share import POSITIONS, Batch
@@ -203,10 +203,11 @@ class Family:
             mask = window_mask(places, window, example, self.facts.attention.mask)
         if sloped := model.types[kind].alibi_heads:
             mask = alibi_mask(places, alibi_slopes(sloped)[heads(sloped)], example)
-        angles = self._angles(model, kind, places, example)
+        angles = self.rotated(model, kind, places, example)
         return {"kernel": kernel, "window": window, "places": places, "mask": mask, **angles}
 
-    def _angles(self, model: Model, kind: str, places: Places, example: Tensor) -> dict[str, Any]:
+    def rotated(self, model: Model, kind: str, places: Places, example: Tensor) -> dict[str, Any]:
+        """Return the arguments of a type of block that rotate queries and keys, at this rank's positions and at all."""
         of_kind = self.facts.of_type(base_type(kind), self.facts.configured(model.config))
         if self.rotary is None or of_kind.attention.positions != "rope" or base_type(kind) in self.facts.merging:
             return {"arguments": {}}
@@ -418,9 +419,10 @@ def family_of(model: Model, file: object) -> Family:
 
 
 def family_named(name: str, file: object) -> Family:
-    """The family with a name that is in `file`; raises BadInput if there is none."""
+    """The family with a name that is in `file`; raises BadInput if there is none, or if it is not trained."""
     if name not in FAMILIES:
         raise unknown_type({"model_type": name}, file)
+    check_trained(name, file)
     return _family(name)
 
 

@@ -1,8 +1,9 @@
-"""Models of text and images: Llava (Liu et al. 2023), and Gemma 3 with images (Gemma team 2025)."""
+"""Models of text and images: Llava (Liu et al. 2023), Gemma 3 (Gemma team 2025), Mistral 3 (Mistral AI 2025)."""
 
 import copy
 from collections.abc import Mapping
 from itertools import product
+from math import isqrt
 from types import MethodType
 from typing import Any
 
@@ -11,11 +12,13 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
 from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.mistral.configuration_mistral import MistralConfig
 
 from shardwright.models.facts import Family as Facts
 from shardwright.models.families.gemma import GEMMA3
+from shardwright.models.families.image_text import PIXTRAL
 from shardwright.models.families.images import VISION
-from shardwright.models.families.llama import LLAMA
+from shardwright.models.families.llama import LLAMA, MISTRAL
 from shardwright.models.families.llava import (
     CLIP,
     IMAGES,
@@ -35,6 +38,7 @@ from shardwright_train.data.objectives import ImageText
 from shardwright_train.data.share import Batch
 from shardwright_train.models.base import Family
 from shardwright_train.models.configuration import check_only, parse
+from shardwright_train.models.masks import Places
 from shardwright_train.models.stock import Pieces, States
 from shardwright_train.parallel.sharding_rules import Parts
 from shardwright_train.parallel.vocab import token_embedding
@@ -59,11 +63,15 @@ class Llava(Family):
         **dict.fromkeys(("o_proj", "down_proj", "out_proj", "fc2"), "rowwise"),
         "embed_tokens": "embedding_rowwise",
     }
-    shared = {f"post_layernorm.{kind}": f"{VISION_TOWER}.post_layernorm.{kind}" for kind in ("weight", "bias")}
+    shared: Mapping[str, str] = {
+        f"post_layernorm.{kind}": f"{VISION_TOWER}.post_layernorm.{kind}" for kind in ("weight", "bias")
+    }
     rotary = f"{LANGUAGE}.rotary_emb"
     objective = ImageText
     text: tuple[Any, Facts] = LlamaConfig, LLAMA
     """Configuration class and facts of the language model."""
+    towers: Mapping[str, Facts] = TOWERS
+    """Facts of the vision towers, by the model_type of a vision_config."""
 
     def configured(self, config: Mapping[str, Any]) -> Any:
         """Return the configuration without unused blocks; it also has the attributes of the text model's."""
@@ -74,7 +82,7 @@ class Llava(Family):
         text, vision = part_of(config, TEXT), part_of(config, VISION)
         moved = text_class().to_dict().keys() - self.stock.config_class().to_dict().keys()
         text |= {key: outer.pop(key) for key in moved & outer.keys()}
-        tower = TOWERS[vision_kind(config, CLIP)] if "model_type" in vision else None
+        tower = self.towers[vision_kind(config, CLIP)] if "model_type" in vision else None
         for part, kind, facts in (
             (text, text_class, text_facts),
             (vision, tower and CONFIG_MAPPING[tower.model_type], tower),
@@ -112,7 +120,8 @@ class Llava(Family):
         block: Any = super().block(stock, kind, index)
         block.of_tower, block.images = kind == TOWER, getattr(stock.config, IMAGES, 1)
         if kind == PROJECTOR:
-            block.post_layernorm = copy.deepcopy(stock.model.vision_tower.post_layernorm).requires_grad_(False)
+            if hasattr(stock.model.vision_tower, "post_layernorm"):
+                block.post_layernorm = copy.deepcopy(stock.model.vision_tower.post_layernorm).requires_grad_(False)
             block.has_class = getattr(stock.config, "vision_feature_select_strategy", None) == "default"
             block.image_token = stock.config.image_token_index
         return block  # type: ignore[no-any-return]
@@ -143,19 +152,21 @@ class Llava(Family):
 
     def embed(self, pieces: Pieces, batch: Batch) -> States:
         """The states of an image's patches, which every rank computes completely, and the tokens'."""
-        tower: Any = pieces.get_submodule(VISION_TOWER)
         table: Any = pieces.get_submodule(self.embedding[0])
-        embeddings, split = tower.embeddings, pieces.tensor_parallel
-        places = embeddings.position_embedding.weight
-        pixels = batch["pixel_values"].to(places.dtype)
-        patches = embeddings.patch_embedding(pixels.flatten(0, -4)).flatten(2).transpose(1, 2)
-        if hasattr(embeddings, "class_embedding"):
-            patches = torch.cat((embeddings.class_embedding.expand(len(patches), 1, -1), patches), 1)
-        states = patches + places
-        states = tower.pre_layrnorm(states) if hasattr(tower, "pre_layrnorm") else states
+        split, pixels = pieces.tensor_parallel, batch["pixel_values"]
+        states = self.patched(pieces.get_submodule(VISION_TOWER), pixels.flatten(0, -4).to(table.weight.dtype))
         states = states.reshape(len(pixels), -1, states.shape[-1])
         held = states[:, split.positions(states.shape[1])].clone()
         return held, token_embedding(table, batch["tokens"], split)
+
+    def patched(self, tower: Any, images: Tensor) -> Tensor:
+        """Return the states of images' patches [images, positions, features], as the tower's blocks take them."""
+        embeddings = tower.embeddings
+        patches = embeddings.patch_embedding(images).flatten(2).transpose(1, 2)
+        if hasattr(embeddings, "class_embedding"):
+            patches = torch.cat((embeddings.class_embedding.expand(len(patches), 1, -1), patches), 1)
+        states: Tensor = patches + embeddings.position_embedding.weight
+        return tower.pre_layrnorm(states) if hasattr(tower, "pre_layrnorm") else states
 
     def call(self, block: Any, states: States, batch: Batch, constants: dict[str, Any]) -> Any:
         """Run a block: the tower's blocks pass the text's states through, and the projector merges both."""
@@ -164,7 +175,7 @@ class Llava(Family):
         held, text = states
         image = held if block.images == 1 else held.reshape(len(held) * block.images, -1, held.shape[-1])
         if block.of_tower:
-            made = block(image, attention_mask=None)
+            made = block(image, attention_mask=None, **constants["arguments"])
             # A layer that FSDP2 wraps must not return a view.
             return made if block.images == 1 else made.reshape(held.shape).clone(), text
         projected = block(image[:, 1:].contiguous() if block.has_class else image)
@@ -226,6 +237,64 @@ class Gemma3Images(Llava):
         """Return the cosines and sines of a type of block."""
         angles: tuple[Tensor, ...] = rotary(example, positions, base_type(kind))
         return angles
+
+
+class Mistral3(Llava):
+    """Llava with Pixtral's tower, whose rotations are of rows and columns, and a projector that merges patches."""
+
+    embedding = (f"{LANGUAGE}.embed_tokens", f"{VISION_TOWER}.patch_conv", f"{VISION_TOWER}.ln_pre")
+    parts = {
+        **Llava.parts,
+        TOWER: Parts(f"{VISION_TOWER}.transformer.layers", ("attention",), ("feed_forward",)),
+    }
+    shared = {}
+    counted_per_rank = ("num_heads",)
+    text = MistralConfig, MISTRAL
+    towers = {PIXTRAL.facts.model_type: PIXTRAL.facts}
+
+    def normalized(self, read: Mapping[str, Any]) -> dict[str, Any]:
+        """Return whether matrices are tied, which a part may say."""
+        return {"tie_word_embeddings": read["tie_word_embeddings"]}
+
+    def configured(self, config: Mapping[str, Any]) -> Any:
+        """Return the configuration, with the size of the images of samples and the number of their tokens."""
+        configured, read = super().configured(config), self.facts.configured(config)
+        configured.vision_config.image_size, configured.image_seq_length = PIXTRAL.pixels(read), PIXTRAL.tokens(read)
+        return configured
+
+    def module(self, stock: Any, kind: str, index: int) -> nn.Module:
+        """The modules of a layer; the tower has no table of positions."""
+        return Family.module(self, stock, kind, index)
+
+    def block(self, stock: Any, kind: str, index: int) -> nn.Module:
+        """Return a stock block, or the projector, which is called with images of one size."""
+        block = super().block(stock, kind, index)
+        if kind == PROJECTOR:
+            block.forward = MethodType(_merged, block)
+        return block
+
+    def patched(self, tower: Any, images: Tensor) -> Tensor:
+        """Return the normed states of images' patches."""
+        # In the order of memory in which the stock model norms them.
+        states: Tensor = tower.ln_pre(tower.patch_conv(images).flatten(2).transpose(1, 2).contiguous())
+        return states
+
+    def rotated(self, model: Model, kind: str, places: Places, example: Tensor) -> dict[str, Any]:
+        """Return the arguments that rotate queries and keys: of the tower, by rows and columns of patches."""
+        if base_type(kind) != TOWER:
+            return super().rotated(model, kind, places, example)
+        stock = self.stock_model(model).model.vision_tower
+        side = stock.config.image_size // stock.config.patch_size
+        lines = torch.arange(side, device=example.device)
+        rotary = type(stock.patch_positional_embedding)(stock.config).to(example.device)
+        return {"arguments": {"position_embeddings": rotary(example, torch.cartesian_prod(lines, lines))}}
+
+
+def _merged(projector: Any, images: Tensor) -> Tensor:
+    """Images' features [n, tokens, h], each projected from the states of a square of patches [n, patches, h]."""
+    side = isqrt(images.shape[1]) * projector.patch_merger.patch_size
+    flat: Tensor = type(projector).forward(projector, images.flatten(0, 1), [(side, side)] * len(images))
+    return flat.reshape(len(images), -1, flat.shape[-1])
 
 
 def _projected(projector: Any, image: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from msgspec import UNSET
 from shardwright.io import BadInput
 from shardwright.models.context import WITHOUT_FLASH, plan_obstacle
 from shardwright.models.mtp import mtp_layers
-from shardwright.models.registry import FAMILIES
+from shardwright.models.registry import FAMILIES, check_trained
 from shardwright.plan.axes import axes_of
 from shardwright.plan.offload import check_offload
 from shardwright.plan.supported_fields import check_fields
@@ -28,6 +28,7 @@ def check_supported(plan: Plan, file: object) -> None:
     """Raise BadInput naming the first part of a plan that the runtime does not support on any device."""
     optimizer = ["optimizer"] if plan.optimizer in OPTIMIZERS_RUN else []
     further = ("loss_chunks", "layers.offload", "expert_placement", *optimizer)
+    check_trained(plan.model.family, file)
     check_fields(plan, file, "the runtime", further)
     check_offload(plan, file)
     for problem, remedy in _beyond(plan):
