@@ -7,7 +7,7 @@ from shardwright.estimate.machines import Efficiencies, rates_of
 from shardwright.estimate.profile import hardware_profile, model_profile
 from shardwright.estimate.settings import Grid, ProfileSettings
 from shardwright.types import (
-    RECOMPUTE_RUN,
+    RECOMPUTE_WHOLE,
     Attention,
     Cluster,
     Model,
@@ -33,7 +33,7 @@ def estimated_profiles(precision: Precision, micro_batch_sizes: tuple[int, ...],
     table = read_devices()
     rates = rates_of(table, "NVIDIA H100 80GB HBM3")._replace(name="cpu")
     settings = ProfileSettings(
-        tp_sizes=(1, 2), sequence_parallel=tuple(SequenceParallel), recompute=tuple(RECOMPUTE_RUN),
+        tp_sizes=(1, 2), sequence_parallel=tuple(SequenceParallel), recompute=tuple(RECOMPUTE_WHOLE),
         micro_batch_sizes=micro_batch_sizes, precision=precision, attention=Attention.SDPA, grid=Grid.FULL,
     )  # fmt: skip
     made = model_profile(

@@ -12,7 +12,7 @@ from shardwright.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright.types.model import EMBEDDING, HEAD, Model
 from shardwright.types.plan import GradientReduction, PipelineStage, Plan, Precision, Schedule, misfit
 from shardwright.types.strategy import (
-    RECOMPUTE_RUN,
+    RECOMPUTE_WHOLE,
     DataParallel,
     LayerStrategy,
     SequenceParallel,
@@ -75,7 +75,7 @@ def random_plan(
     embedding = Strategy(**_spread(model, EMBEDDING, widths[0], draw))
     head = Strategy(**_spread(model, HEAD, widths[-1], draw))
     layers = tuple(
-        LayerStrategy(type=kind, recompute=draw.choice(list(RECOMPUTE_RUN)), **_spread(model, kind, ranks, draw))
+        LayerStrategy(type=kind, recompute=draw.choice(list(RECOMPUTE_WHOLE)), **_spread(model, kind, ranks, draw))
         for kind, ranks in zip(model.layers, width_of, strict=True)
     )
     return Plan(

@@ -216,6 +216,8 @@ class Layer:
             run = partial(recomputation.full, run)
         elif differentiates and recompute is Recompute.SELECTIVE and not self.compiled:
             run = partial(recomputation.selective, run)
+        elif differentiates and recompute.parts:
+            run = partial(recomputation.by_part, run)
         if self.host is None:
             output = run(*states)
         elif differentiates and getattr(self.strategy, "offloads_activations", False):
@@ -273,7 +275,8 @@ def build_layer(
     # A compiled graph draws from a single generator; `check_kernels` refuses plans that would need several.
     inside = Randomness(name, replica, part, context.device) if compiled else randomness
     keeps_last = family.keeps_last_sum(kind, config, plan.precision.compute)
-    recomputation = Recomputation(keeps_last, plan.schedule.splits)
+    recompute = getattr(strategy, "recompute", Recompute.NONE)
+    recomputation = Recomputation(keeps_last, plan.schedule.splits, recompute.parts)
     sharings = {
         root: _sharing(context, each, inside, recomputation)
         for root, each in {"": strategy, **family.units(kind, strategy)}.items()
