@@ -373,9 +373,10 @@ def estimate_memory(
 ) -> tuple[int, int]:
     """Return the bytes of a layer's activations and of its workspace, with norms and activations of one kernel each."""
     recompute = getattr(strategy, "recompute", Recompute.NONE)
-    return _memory(
-        layer_parts(model, type_name, True), _share(strategy, micro_batch_size, precision, attention), recompute
-    )
+    parts, share = layer_parts(model, type_name, True), _share(strategy, micro_batch_size, precision, attention)
+    habits = OURS.under(recompute)
+    kept = [habits.part(part, share.itemsize, None, share.inside < 1) for part in parts]
+    return _memory(kept, share, recompute, habits, parts)
 
 
 def masks_bytes(model: Model, precision: Precision, attention: Attention) -> int:

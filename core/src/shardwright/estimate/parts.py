@@ -215,7 +215,7 @@ def _with_norms(facts: Family, part: Part, norms: int, fused: bool) -> Part:
         outside=part.outside + (norms * elements - 1) * part.result,
         outside_bytes=part.outside_bytes + norms * more * part.result,
         outside_operator_bytes=norms * _norm_moves(facts, fused) * part.result,
-        normed=part.outside_inputs,
+        normed=part.normed or part.outside_inputs,
     )
 
 

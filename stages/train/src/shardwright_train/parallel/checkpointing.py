@@ -141,12 +141,10 @@ class Recomputation:
     """What a layer recomputes in its backward pass.
 
     `keeps_last`: whether something is kept after the layer's last sum over ranks, so that a selective replay needs it.
-    `splits`: whether its backward passes leave products to weight passes. `parts`: those that are recomputed one by one.
+    `splits`: whether its backward passes leave products to weight passes. `parts`: those recomputed one by one.
     """
 
-    def __init__(
-        self, keeps_last: bool, splits: bool = False, parts: frozenset[RecomputedPart] = frozenset()
-    ) -> None:
+    def __init__(self, keeps_last: bool, splits: bool = False, parts: frozenset[RecomputedPart] = frozenset()) -> None:
         self._keeps_last = keeps_last
         self._splits = splits
         self._parts = parts

@@ -149,7 +149,7 @@ class RecomputedParts:
         if RecomputedPart.LATENTS in self._asked:
             for name, module in block.named_modules():
                 if hasattr(module, _LATENTS):
-                    reads = not hasattr(module, _QUERY_LATENTS)
+                    reads = getattr(module, _QUERY_LATENTS, None) is None
                     self._attends.append((Between(block, name, recomputation, randomness, reads), name))
 
     def apply(self) -> None:
@@ -161,7 +161,7 @@ class RecomputedParts:
             replace_callable(self._block, last, between.last)
         for between, name in self._attends:
             for product in (_LATENTS, _QUERY_LATENTS):
-                if hasattr(self._block.get_submodule(name), product):
+                if getattr(self._block.get_submodule(name), product, None) is not None:
                     replace_callable(self._block, f"{name}.{product}", between.first)
             _attend_by(self._block.get_submodule(name), between)
         if RecomputedPart.NORMS in self._asked:
@@ -195,7 +195,7 @@ def _common(names: Sequence[str]) -> str:
 
 def _attend_by(module: Any, between: Between) -> None:
     """Make an attention module call its kernel so that queries, keys and values are freed."""
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward")
+    eager = sys.modules[type(module).__module__].eager_attention_forward
     kernel = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager)
     # `seen` is what the kernel reads: the stock module, as it was.
     seen, module.config = copy(module), copy(module.config)
