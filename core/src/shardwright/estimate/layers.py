@@ -238,7 +238,7 @@ def estimate_layer(
         least = host_s(model, type_name, recompute, machine, _local_experts(model, type_name))
         forward_s, backward_s = max(forward_s, least[0]), max(backward_s, least[1])
     kept = _kept(normed, type_name, precision, machine.held, share)
-    return LayerFigures(forward_s, backward_s, *_memory(kept, share, recompute, machine.held, parts))
+    return LayerFigures(forward_s, backward_s, *_memory(kept, share, recompute, machine.held, normed))
 
 
 def weight_share(
@@ -413,7 +413,9 @@ def _memory(
         held, again = kept + between, again - between
     if recompute.parts:
         pairs = zip(parts, computed, strict=True)
-        again = max(share.kept_bytes(each) - share.kept_bytes(part) for part, each in pairs)
+        # What a norm gives is there again when more has been released.
+        freed = max(each.inside - habits.fused_gate * each.gate - part.inside for part, each in pairs)
+        again = share.samples * share.itemsize * freed * share.inside
     once = sum(share.once_bytes(part) for part in parts)
     return round(held), round(again + once + max(share.widest_bytes(part) for part in parts))
 
