@@ -122,8 +122,8 @@ def test_peak_memory_is_predicted_within_three_percent_and_less_memory_takes_mor
         peaks.append(simulate_step(plan, 0, family_named("llama", "test"), "sdpa").peak_bytes)
         stepped.append(evaluate(plan, profiles).estimate.stages[0].time_s)
     assert held == pytest.approx(peaks, rel=0.03)
-    assert sorted(peaks, reverse=True) == peaks
-    assert sorted(stepped) == stepped
+    assert peaks[0] > max(peaks[1:3]) > min(peaks[1:3]) > peaks[3]
+    assert stepped[0] < min(stepped[1:3]) < max(stepped[1:3]) < stepped[3]
 
 
 def test_what_does_not_free_results_refuses_sets_by_name() -> None:
