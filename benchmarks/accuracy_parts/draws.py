@@ -7,7 +7,7 @@ from itertools import pairwise
 from shardwright.types.cluster import Cluster
 from shardwright.types.model import EMBEDDING, HEAD, Model
 from shardwright.types.plan import GradientReduction, PipelineStage, Plan, Schedule, misfit
-from shardwright.types.strategy import RECOMPUTE_RUN, DataParallel, LayerStrategy, SequenceParallel, Strategy
+from shardwright.types.strategy import RECOMPUTE_WHOLE, DataParallel, LayerStrategy, SequenceParallel, Strategy
 
 __all__ = ["random_plan"]
 
@@ -64,7 +64,7 @@ def _layers(model: Model, width: int, draw: random.Random) -> tuple[LayerStrateg
             continue
         spread = _shardings(model, kind, width, draw)
         fields = {name: getattr(spread, name) for name in Strategy.__struct_fields__}
-        found.append(LayerStrategy(**fields, type=kind, recompute=draw.choice(list(RECOMPUTE_RUN))))
+        found.append(LayerStrategy(**fields, type=kind, recompute=draw.choice(list(RECOMPUTE_WHOLE))))
     return tuple(found)
 
 

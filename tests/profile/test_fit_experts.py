@@ -14,7 +14,7 @@ from shardwright.io.table import Source, Sourced
 from shardwright.key import LayerKey
 from shardwright.models.description import model_of_config
 from shardwright.types import (
-    RECOMPUTE_RUN,
+    RECOMPUTE_WHOLE,
     Cluster,
     ExpertMeasurement,
     NodeGroup,
@@ -40,7 +40,7 @@ CLUSTER = Cluster(
 )
 NONE, FULL, MLP, ATTENTION = Recompute.NONE, Recompute.FULL, Recompute.MLP, Recompute.ATTENTION
 SETTINGS = ProfileSettings(
-    tp_sizes=(1, 2), sequence_parallel=(SequenceParallel.MEGATRON,), recompute=tuple(RECOMPUTE_RUN),
+    tp_sizes=(1, 2), sequence_parallel=(SequenceParallel.MEGATRON,), recompute=tuple(RECOMPUTE_WHOLE),
     micro_batch_sizes=(2, 4),
 )  # fmt: skip
 REFERENCE_S, SLOW = 0.5, 2.0

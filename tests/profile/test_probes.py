@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from shardwright.estimate.settings import Grid, ProfileSettings, Range
 from shardwright.io import BadInput, read_document, write_document
-from shardwright.types import RECOMPUTE_RUN, DataParallel, Plans, Recompute, SequenceParallel
+from shardwright.types import RECOMPUTE_WHOLE, DataParallel, Plans, Recompute, SequenceParallel
 from shardwright_profile.model.probes import make_probes, with_layers
 
 
@@ -29,7 +29,7 @@ _SETTINGS = st.builds(
     ProfileSettings,
     tp_sizes=_subsets([1, 2, 3, 4, 8]).map(lambda sizes: tuple({1, *sizes})),
     sequence_parallel=_subsets(list(SequenceParallel)),
-    recompute=_subsets(list(RECOMPUTE_RUN)).map(lambda kinds: tuple({Recompute.NONE, *kinds})),
+    recompute=_subsets(list(RECOMPUTE_WHOLE)).map(lambda kinds: tuple({Recompute.NONE, *kinds})),
     micro_batch_sizes=_subsets([1, 2, 4]),
     layers=st.sampled_from([(1, 2), (1, 3), (2, 5)]),
     compile=st.booleans(),

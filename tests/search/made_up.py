@@ -160,7 +160,7 @@ def make_profile(
     What reducing gradients adds was measured over two ranks, or not at all; under ZeRO likewise, and gathering.
     """
     rows = []
-    replays = {"none": 0, "full": 1, "mlp": 0.4, "selective": 0.2}
+    replays = {"none": 0, "full": 1, "mlp": 0.4, "selective": 0.2, "norms": 0.05, "norms+activations": 0.1}
     for name in ("embedding", *dict.fromkeys(model.layers), "head"):
         for tp_size in tp_sizes:
             for sequence_parallel in ("none", "megatron", "ulysses") if tp_size > 1 else ("none",):
@@ -178,6 +178,8 @@ def make_profile(
                             resident, workspace = 0.6 * kept / split, 0.5 * kept / split
                         if recompute == "selective":
                             resident, workspace = 0.5 * kept / split, 0.6 * kept / split
+                        if recompute.startswith("norms"):
+                            resident, workspace = (0.9 - replays[recompute]) * kept / split, 0.3 * kept / split
                         if recompute == "full":
                             resident, workspace = 4 * tokens, 1.1 * kept / split
                         sharding = (name, tp_size, sequence_parallel, recompute, samples, LENGTH)

@@ -134,7 +134,7 @@ def _random_world(rng: np.random.Generator, devices: tuple[int, ...], most_layer
         schedules=["1f1b", *some("gpipe", "interleaved_1f1b")],
         data_parallel=some("ddp", "zero2", "zero3"),
         sequence_parallel=some("none", "megatron", "ulysses"),
-        recompute=some("none", "full", "mlp", "selective"),
+        recompute=_with_parts(some("none", "full", "mlp", "selective"), rng),
         tp_consecutive=[bool(kept == "true") for kept in some("true", "false")],
         gradient_reduction=str(rng.choice(["deferred", "every_microbatch"])),
         fine_grained=bool(rng.random() < 0.8),
@@ -189,3 +189,9 @@ def _places(rng: np.random.Generator, problem: Problem) -> tuple[int, ...]:
         group, at = moves[at][int(rng.integers(len(moves[at])))]
         groups.append(group)
     return tuple(groups)
+
+
+def _with_parts(kinds: list[str], rng: np.random.Generator) -> list[str]:
+    """Return the kinds of recomputation, at times with sets of parts; other draws stay as they were."""
+    own = np.random.default_rng(int(rng.bit_generator.state["state"]["state"]) % 2**32)
+    return [*kinds, *(kind for kind in ("norms", "norms+activations") if own.random() < 0.3)]

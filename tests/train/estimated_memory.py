@@ -7,7 +7,6 @@ from shardwright.estimate.machines import Efficiencies, rates_of
 from shardwright.estimate.profile import hardware_profile, model_profile
 from shardwright.estimate.settings import Grid, ProfileSettings
 from shardwright.types import (
-    RECOMPUTE_RUN,
     Attention,
     Cluster,
     Model,
@@ -15,6 +14,7 @@ from shardwright.types import (
     NodeType,
     Plan,
     Precision,
+    Recompute,
     SequenceParallel,
 )
 from shardwright_search.cost_model.plan import evaluate
@@ -33,7 +33,7 @@ def estimated_profiles(precision: Precision, micro_batch_sizes: tuple[int, ...],
     table = read_devices()
     rates = rates_of(table, "NVIDIA H100 80GB HBM3")._replace(name="cpu")
     settings = ProfileSettings(
-        tp_sizes=(1, 2), sequence_parallel=tuple(SequenceParallel), recompute=tuple(RECOMPUTE_RUN),
+        tp_sizes=(1, 2), sequence_parallel=tuple(SequenceParallel), recompute=tuple(Recompute),
         micro_batch_sizes=micro_batch_sizes, precision=precision, attention=Attention.SDPA, grid=Grid.FULL,
     )  # fmt: skip
     made = model_profile(

@@ -12,7 +12,8 @@ from shardwright.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright.types.model import EMBEDDING, HEAD, Model
 from shardwright.types.plan import GradientReduction, PipelineStage, Plan, Precision, Schedule, misfit
 from shardwright.types.strategy import (
-    RECOMPUTE_RUN,
+    RECOMPUTE_SETS,
+    RECOMPUTE_WHOLE,
     DataParallel,
     LayerStrategy,
     SequenceParallel,
@@ -75,9 +76,11 @@ def random_plan(
     embedding = Strategy(**_spread(model, EMBEDDING, widths[0], draw))
     head = Strategy(**_spread(model, HEAD, widths[-1], draw))
     layers = tuple(
-        LayerStrategy(type=kind, recompute=draw.choice(list(RECOMPUTE_RUN)), **_spread(model, kind, ranks, draw))
+        LayerStrategy(type=kind, recompute=draw.choice(list(RECOMPUTE_WHOLE)), **_spread(model, kind, ranks, draw))
         for kind, ranks in zip(model.layers, width_of, strict=True)
     )
+    # Of a generator of its own, as the sizes of shard groups are.
+    layers = with_parts(layers, random.Random(f"parts {draw.getstate()}"))
     return Plan(
         name=f"{'bare ' if bare else ''}{model.family} {number} on {size} {dtype}",
         model=model,
@@ -97,6 +100,15 @@ def random_plan(
         embedding=embedding,
         head=head,
         layers=layers,
+    )
+
+
+def with_parts(layers: Sequence[LayerStrategy], draw: random.Random) -> tuple[LayerStrategy, ...]:
+    """Return the layers, a third of which recompute parts one by one."""
+    kinds = [draw.choice((None, None, *RECOMPUTE_SETS[draw.randrange(len(RECOMPUTE_SETS)) :][:1])) for _ in layers]
+    return tuple(
+        layer if kind is None else msgspec.structs.replace(layer, recompute=kind)
+        for layer, kind in zip(layers, kinds, strict=True)
     )
 
 

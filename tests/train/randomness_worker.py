@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shardwright.types import (
     EMBEDDING,
     HEAD,
-    RECOMPUTE_RUN,
+    RECOMPUTE_WHOLE,
     LayerStrategy,
     Model,
     Plan,
@@ -137,7 +137,7 @@ def same_on_both_ranks(tensors: list[Tensor]) -> bool:
 def findings(runner: Runner) -> dict[str, Any]:
     every = [COPIES, POSITIONS_APART, HEADS_APART, SAMPLES_APART]
     plain = runner.run(plan_of(every)).gradients
-    recomputed = {r.value: plan_of(every, r) for r in RECOMPUTE_RUN if r is not Recompute.NONE}
+    recomputed = {r.value: plan_of(every, r) for r in RECOMPUTE_WHOLE if r is not Recompute.NONE}
     found: dict[str, Any] = {
         "repeated": same(plain, runner.run(plan_of(every)).gradients),
         "recomputed": {name: same(plain, runner.run(plan).gradients) for name, plan in recomputed.items()},
@@ -177,7 +177,7 @@ def paths(runner: Runner) -> dict[str, Any]:
         "stale": same(plain, stale),
         "recomputed": {
             r.value: same(plain, runner.run(plan_of(both, r, PYRAMID)).gradients)
-            for r in RECOMPUTE_RUN
+            for r in RECOMPUTE_WHOLE
             if r is not Recompute.NONE
         },
         "copies_equal": same_on_both_ranks(copies.outputs),

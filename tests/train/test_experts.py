@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from shardwright.plan.axes import axes_of
-from shardwright.types import RECOMPUTE_RUN, DataParallel, SequenceParallel, Strategy
+from shardwright.types import RECOMPUTE_WHOLE, DataParallel, SequenceParallel, Strategy
 from shardwright_train.models.base import family_named
 from shardwright_train.models.experts import balance
 from shardwright_train.parallel import experts
@@ -177,7 +177,7 @@ def test_the_compared_plans_share_experts_out_in_every_way() -> None:
     assert {grid.data_parallel for _, grid in shared if grid.dp_size > 1} == set(DataParallel)
     for axis in ("ep_size", "tp_size"):
         apart = [(layer, grid) for layer, grid in shared if getattr(grid, axis) > 1]
-        assert {layer.recompute for layer, _ in apart} == set(RECOMPUTE_RUN)
+        assert {layer.recompute for layer, _ in apart} == set(RECOMPUTE_WHOLE)
         split = {layer.sequence_parallel for layer, _ in apart if layer.tp_size > 1}
         assert split >= {SequenceParallel.MEGATRON, SequenceParallel.ULYSSES}
 

@@ -24,7 +24,7 @@ from transformers.models.llama import modeling_llama as llama
 
 from shardwright.io import write_document
 from shardwright.types import (
-    RECOMPUTE_RUN,
+    RECOMPUTE_WHOLE,
     DataParallel,
     LayerStrategy,
     Plan,
@@ -100,8 +100,10 @@ def test_one_block_is_fused_and_the_stock_class_stays_as_it_is() -> None:
 
 
 def on_two_ranks(name: str, dtype: str, family: str = "llama", vocab_size: int = 64, **sharding: Any) -> Plan:
-    plan = random_plan(tiny(family, vocab_size=vocab_size, num_hidden_layers=len(RECOMPUTE_RUN)), 0, 2, dtype, stages=1)
-    layers = tuple(LayerStrategy(type="block", recompute=recompute, **sharding) for recompute in RECOMPUTE_RUN)
+    plan = random_plan(
+        tiny(family, vocab_size=vocab_size, num_hidden_layers=len(RECOMPUTE_WHOLE)), 0, 2, dtype, stages=1
+    )
+    layers = tuple(LayerStrategy(type="block", recompute=recompute, **sharding) for recompute in RECOMPUTE_WHOLE)
     fused = EVERYTHING if family == "llama" else EVERYTHING[1:]
     return msgspec.structs.replace(
         plan, name=name, layers=layers, embedding=Strategy(**sharding), head=Strategy(**sharding), fused=fused

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwright.types import (
-    RECOMPUTE_RUN,
+    RECOMPUTE_WHOLE,
     ExpertStrategy,
     LayerStrategy,
     PipelineStage,
@@ -173,7 +173,7 @@ def test_the_host_waits_once_a_step_on_every_stage_of_each_family(family: str) -
 
 def sparse_plan(ranks: int, **layer: Any) -> Plan:
     """Two microbatches in bf16 of a model with experts in all blocks, of which each recomputes something else."""
-    kinds = list(RECOMPUTE_RUN)
+    kinds = list(RECOMPUTE_WHOLE)
     types = ["sliding_attention", "full_attention"]
     model = tiny("gpt_oss", num_hidden_layers=len(kinds), layer_types=[types[i % 2] for i in range(len(kinds))])
     layers = [

@@ -17,7 +17,7 @@ from tiny_multi_modal import SEVERAL
 
 from shardwright.plan.axes import layout_of
 from shardwright.types.plan import GradientReduction, Plan, Precision, Schedule
-from shardwright.types.strategy import RECOMPUTE_RUN, DataParallel, SequenceParallel
+from shardwright.types.strategy import DataParallel, Recompute, SequenceParallel
 
 Errors = dict[str, dict[str, float]]
 Compare = Callable[..., Errors]
@@ -318,7 +318,7 @@ def test_the_compared_plans_cover_every_value_of_every_field() -> None:
     assert {layer.data_parallel for layer in layers if layer.dp_size > 1} == set(DataParallel)
     assert {layer.data_parallel for layer in layers if layer.shard_size} == {DataParallel.ZERO2, DataParallel.ZERO3}
     assert {layer.sequence_parallel for layer in layers if layer.tp_size > 1} == set(SequenceParallel)
-    assert {layer.recompute for layer in layers} == set(RECOMPUTE_RUN)
+    assert {layer.recompute for layer in layers} == set(Recompute)
     assert {layout_of(layer).consecutive for layer in layers} == {True, False}
     assert {len(plan.stages) for plan in plans} == {1, 2, 4}
     assert {plan.num_microbatches for plan in plans} == {1, 2, 4}

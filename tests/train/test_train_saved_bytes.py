@@ -129,6 +129,33 @@ def test_layers_keep_what_is_estimated(family: str, layer: dict[str, Any]) -> No
     assert kept - sums <= estimated <= kept
 
 
+PARTS = tuple(
+    (family, {"recompute": kind, "sequence_parallel": split})
+    for family in ("llama", "gpt2", "bert", "glm4", "cohere")
+    for kind in (Recompute.NORMS, Recompute.ACTIVATIONS, Recompute.NORMS_ACTIVATIONS)
+    for split in (SequenceParallel.MEGATRON, SequenceParallel.ULYSSES, SequenceParallel.NONE)
+)
+
+
+@pytest.mark.parametrize(("family", "layer"), rest_long(4, PARTS))
+def test_parts_recomputed_one_by_one_free_what_is_estimated(family: str, layer: dict[str, Any]) -> None:
+    """All but the float32 sums of norms, of which there is one a position."""
+    plans = plan_of(family, **layer), plan_of(family, **layer | {"recompute": Recompute.NONE})
+    machine = Machine(1e12, 1e12, Link(1e12, 0.0))
+    estimated = [
+        sum(
+            estimate_layer(
+                plan.model, each.type, each, SAMPLES, plan.precision, Attention.SDPA, machine
+            ).activation_bytes
+            for each in plan.layers
+        )
+        for plan in plans
+    ]
+    freed, kept = estimated[1] - estimated[0], kept_bytes(plans[1]) - kept_bytes(plans[0])
+    sums = LAYERS * SAMPLES * SEQUENCE_LENGTH * 4 * 12
+    assert 0 < freed <= kept <= freed + sums
+
+
 def test_an_output_is_kept_no_longer_than_its_message() -> None:
     """Of four microbatches in flight the next stage has taken three before it sends the first one's gradient back."""
     plan = plan_of("llama")

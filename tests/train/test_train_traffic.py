@@ -23,7 +23,7 @@ from shardwright.plan.process_groups import communicator_bytes, communicators
 from shardwright.types.model import Model
 from shardwright.types.plan import GradientReduction, PipelineStage, Plan, Schedule
 from shardwright.types.strategy import (
-    RECOMPUTE_RUN,
+    RECOMPUTE_WHOLE,
     ContextParallel,
     DataParallel,
     LayerStrategy,
@@ -74,7 +74,7 @@ def kinds_of_strategy() -> Iterator[Plan]:
     for every, data_parallel in ((every, kind) for every in (False, True) for kind in DataParallel):
         sharding = {"tp_size": 1, "dp_size": 8, "data_parallel": data_parallel}
         yield uniform(model, f"{data_parallel} every={every}", every, Recompute.NONE, **sharding)
-    for split, recompute in ((split, recompute) for split in SequenceParallel for recompute in RECOMPUTE_RUN):
+    for split, recompute in ((split, recompute) for split in SequenceParallel for recompute in RECOMPUTE_WHOLE):
         sharding = {"tp_size": 4, "dp_size": 2, "data_parallel": DataParallel.ZERO3, "sequence_parallel": split}
         yield uniform(model, f"{split} {recompute}", False, recompute, **sharding)
     for every, data_parallel in ((every, kind) for every in (False, True) for kind in ("zero2", "zero3")):
@@ -90,7 +90,7 @@ def kinds_of_strategy() -> Iterator[Plan]:
 
 def first_kinds() -> list[Plan]:
     """A part of them: of each sequence parallelism with each recomputation, every third; all else."""
-    pairs = [f"{split} {recompute}" for split in SequenceParallel for recompute in RECOMPUTE_RUN]
+    pairs = [f"{split} {recompute}" for split in SequenceParallel for recompute in RECOMPUTE_WHOLE]
     return [plan for plan in kinds_of_strategy() if plan.name not in pairs or pairs.index(plan.name) % 3 == 0]
 
 
@@ -174,7 +174,7 @@ def test_keys_that_go_round_a_ring_move_the_bytes_of_the_formulas(family: str, n
     plan = msgspec.structs.replace(plan, num_microbatches=1, global_batch_size=plan.microbatch_samples)
     rings = max((with_rings(plan, turn) for turn in range(2)), key=_rings)
     assert _rings(rings) > 0
-    for recompute in RECOMPUTE_RUN:
+    for recompute in RECOMPUTE_WHOLE:
         layers = tuple(msgspec.structs.replace(layer, recompute=recompute) for layer in rings.layers)
         one = msgspec.structs.replace(rings, layers=layers)
         assert counted(one, 5) == by_formula(one, 5), recompute

@@ -42,6 +42,7 @@ def router_part(model: Model, experts: Experts, stream: int, hidden: int) -> Par
         whole_bytes=_FLOAT32_BYTES * (positions * experts.number + divided) + rows * 3 * _INDEX_BYTES,
         passing=2 * rows * hidden,
         outside=2 * stream,
+        normed=stream,
         result=stream,
         kernels=ROUTER_KERNELS,
         fused_kernels=_FUSED_ROUTER_KERNELS,

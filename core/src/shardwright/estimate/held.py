@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from shardwright.estimate.part import Part
 from shardwright.io import Value
-from shardwright.types import Recompute
+from shardwright.types import Recompute, RecomputedPart
 
 
 class Module(StrEnum):
@@ -29,7 +29,13 @@ class Module(StrEnum):
     """A router and its experts as a whole."""
 
 
-LIGHT = Module.LAYERNORM, Module.MOE_ACT, Module.MLA_UP_PROJ
+MODULES = {
+    RecomputedPart.NORMS: Module.LAYERNORM,
+    RecomputedPart.EXPERT_ACTIVATIONS: Module.MOE_ACT,
+    RecomputedPart.LATENTS: Module.MLA_UP_PROJ,
+}
+"""Modules by the parts that they are; none is of activation functions that are not experts'."""
+LIGHT = tuple(MODULES.values())
 """Modules that `Recompute.LIGHT` recomputes."""
 
 
@@ -57,6 +63,8 @@ class Held(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whether the inputs of a block's two parts, gathered under tensor parallelism, stay until its backward pass."""
     recomputed: tuple[Module, ...] = ()
     """Modules that are computed again in the backward pass, beside what the plan's recomputation does."""
+    activations: bool = False
+    """Whether activation functions other than experts' are computed again in the backward pass."""
     ties: bool = False
     """Whether a stage that has embedding and head holds what they tie once; what it takes of that is the embedding's.
 
@@ -75,9 +83,16 @@ class Held(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def under(self, recompute: Recompute) -> "Held":
         """Return what is held of a layer with a kind of recomputation, which may be of modules."""
-        if recompute is not Recompute.LIGHT:
+        parts = recompute.parts
+        if not parts:
             return self
-        return replace(self, recomputed=tuple(dict.fromkeys((*self.recomputed, *LIGHT))))
+        modules = (module for part, module in MODULES.items() if part in parts)
+        activations = RecomputedPart.ACTIVATIONS in parts
+        return replace(self, recomputed=tuple(dict.fromkeys((*self.recomputed, *modules))), activations=activations)
+
+    def frees_activation(self, part: Part) -> bool:
+        """Return whether the activation function of a part is computed again."""
+        return Module.MOE_ACT in self.recomputed if part.is_expert else self.activations and part.name == "mlp"
 
     def part(self, part: Part, itemsize: int, narrow_bits: float | None, is_sharded: bool) -> Part:
         """Return a part of a layer with the tensors that this runtime saves.
@@ -108,13 +123,14 @@ class Held(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def _without_recomputed(self, part: Part) -> Part:
         """Return a part without the saved tensors of recomputed modules."""
         if Module.LAYERNORM in self.recomputed:
-            part = replace(part, outside=part.outside - part.outside_inputs, outside_inputs=0)
-        if Module.MLA_UP_PROJ in self.recomputed:
-            part = replace(part, inside=part.inside - part.from_latents)
+            whole = part.whole - part.whole_normed
+            part = replace(part, outside=part.outside - part.normed, outside_inputs=0, whole=whole, whole_normed=0)
+        if Module.MLA_UP_PROJ in self.recomputed and part.from_latents:
+            part = replace(part, inside=part.inside - part.from_latents, whole=part.latents, whole_bytes=0)
         if Module.CORE_ATTN in self.recomputed:
             part = replace(part, scores=0, score_bytes=0)
-        if Module.MOE_ACT in self.recomputed and part.is_expert:
-            part = replace(part, inside=part.inside - part.inputs, inputs=0)
+        if self.frees_activation(part):
+            part = replace(part, inside=part.products, inputs=0)
         if Module.MOE in self.recomputed and part.is_expert:
             part = replace(part, inside=0, inputs=0, whole=0, whole_inputs=0, whole_bytes=0)
         return part

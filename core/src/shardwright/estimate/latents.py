@@ -39,6 +39,8 @@ def latent_attention_part(
         products=positions * (a.query_width + width + a.result_width),
         whole=positions * normed * (1 + keeps[0]),
         whole_bytes=positions * normed * keeps[1],
+        whole_normed=positions * normed,
+        latents=positions * (normed + latents.rotated),
         whole_products=positions * (normed + latents.rotated),
         scores=a.scores,
         outside=2 * stream,

@@ -43,6 +43,7 @@ from shardwright.types import (
     Model,
     Precision,
     Recompute,
+    RecomputedPart,
     SequenceParallel,
     Strategy,
 )
@@ -200,6 +201,11 @@ def estimate_layer(
         parts = (*before, _at_positions(router, share), stream)
     recompute = getattr(strategy, "recompute", Recompute.NONE)
     machine = machine._replace(held=machine.held.under(recompute))
+    # Norms that are recomputed keep what one of a single kernel does.
+    normed = parts
+    if RecomputedPart.NORMS in recompute.parts:
+        single = layer_parts(model, type_name, True, machine.compiled)
+        normed = tuple(part.with_norms_of(each) for part, each in zip(parts, single, strict=True))
     replayed = _replayed(parts, recompute)
     both = Pass.FORWARD, Pass.BACKWARD
     there, back = (_messages(model, type_name, strategy, micro_batch_size, share.itemsize, way) for way in both)
@@ -214,6 +220,7 @@ def estimate_layer(
         sum(_part_backward_s(part, share, machine) for part in parts)
         + sum(replay_time_s(part, share, machine) for part in replayed)
         + sum(_modules_s(part, part in moe, share, recompute, machine) for part in parts)
+        + _unfused_s(parts, normed, share, machine)
         + (table_bytes + accumulated) / machine.memory_bytes_per_s
     )
     if not model.types[type_name].has_backward:
@@ -230,8 +237,8 @@ def estimate_layer(
         # What is added to this layer's time, an exchange of experts, is beside the host's time, too: `host_s`.
         least = host_s(model, type_name, recompute, machine, _local_experts(model, type_name))
         forward_s, backward_s = max(forward_s, least[0]), max(backward_s, least[1])
-    kept = _kept(parts, type_name, precision, machine.held, share)
-    return LayerFigures(forward_s, backward_s, *_memory(kept, share, recompute, machine.held))
+    kept = _kept(normed, type_name, precision, machine.held, share)
+    return LayerFigures(forward_s, backward_s, *_memory(kept, share, recompute, machine.held, normed))
 
 
 def weight_share(
@@ -266,7 +273,7 @@ def host_s(
     parts, habits = layer_parts(model, type_name, True, machine.compiled), machine.experts
     sparse = model.types[type_name].experts is not UNSET
     # A graph of parts of a layer does not hold what is computed again (`TransformerConfig` of megatron-core).
-    replays = recompute.replays_experts or recompute is Recompute.LIGHT
+    replays = recompute.replays_experts or bool(recompute.parts)
     partial = habits.graphs is Graphs.PARTIAL and replays
     graphs = Graphs.NONE if partial else habits.graphs
     kernels = again = 0
@@ -325,7 +332,7 @@ def estimate_experts(model: Model, key: ExpertKey, precision: Precision, machine
     return LayerFigures(
         forward_s,
         backward_s,
-        *_memory(_kept([part], key.type, precision, machine.held, share), share, key.recompute, machine.held),
+        *_memory(_kept([part], key.type, precision, machine.held, share), share, key.recompute, machine.held, [part]),
     )
 
 
@@ -366,9 +373,10 @@ def estimate_memory(
 ) -> tuple[int, int]:
     """Return the bytes of a layer's activations and of its workspace, with norms and activations of one kernel each."""
     recompute = getattr(strategy, "recompute", Recompute.NONE)
-    return _memory(
-        layer_parts(model, type_name, True), _share(strategy, micro_batch_size, precision, attention), recompute
-    )
+    parts, share = layer_parts(model, type_name, True), _share(strategy, micro_batch_size, precision, attention)
+    habits = OURS.under(recompute)
+    kept = [habits.part(part, share.itemsize, None, share.inside < 1) for part in parts]
+    return _memory(kept, share, recompute, habits, parts)
 
 
 def masks_bytes(model: Model, precision: Precision, attention: Attention) -> int:
@@ -384,8 +392,13 @@ def _replayed(parts: Sequence[Part], recompute: Recompute) -> list[Part]:
     return [part for part in parts if recompute in (Recompute.FULL, Recompute.SELECTIVE, part.name)]
 
 
-def _memory(parts: Sequence[Part], share: _Share, recompute: Recompute, habits: Held = OURS) -> tuple[int, int]:
-    """Return the bytes saved for the backward pass, and the bytes needed only temporarily."""
+def _memory(
+    parts: Sequence[Part], share: _Share, recompute: Recompute, habits: Held = OURS, computed: Sequence[Part] = ()
+) -> tuple[int, int]:
+    """Return the bytes saved for the backward pass, and the bytes needed only temporarily.
+
+    `computed`: the parts as they are before results are freed, of which one part's at a time are there again.
+    """
     replayed = _replayed(parts, recompute)
     kept = sum(share.kept_bytes(part) for part in parts if part not in replayed)
     again = sum(share.kept_bytes(part) for part in replayed)
@@ -398,6 +411,11 @@ def _memory(parts: Sequence[Part], share: _Share, recompute: Recompute, habits: 
     else:
         between = sum(share.between_bytes(part) for part in replayed)
         held, again = kept + between, again - between
+    if recompute.parts:
+        pairs = zip(parts, computed, strict=True)
+        # What a norm gives is there again when more has been released.
+        freed = max(each.inside - habits.fused_gate * each.gate - part.inside for part, each in pairs)
+        again = share.samples * share.itemsize * freed * share.inside
     once = sum(share.once_bytes(part) for part in parts)
     return round(held), round(again + once + max(share.widest_bytes(part) for part in parts))
 
@@ -509,12 +527,19 @@ def _modules_s(part: Part, in_moe: bool, share: _Share, recompute: Recompute, ma
         moved += 2 * part.outside_inputs * share.outside
     if Module.MLA_UP_PROJ in asked:
         moved, flops = moved + 2 * part.from_latents * share.inside, part.latent_flops * share.inside
-    if Module.MOE_ACT in asked and part.is_expert:
-        moved += (part.products + part.inputs) * share.inside
+    if (Module.MOE_ACT in asked or not part.is_expert) and machine.held.frees_activation(part):
+        results = part.inputs if machine.held.fused_gate else 2 * (part.inside - part.products) - part.inputs
+        moved += (part.products + results) * share.inside
     if Module.CORE_ATTN in asked:
         attention_s = _attention_s(part, share, machine)
     moved_s = share.itemsize * moved / machine.memory_bytes_per_s
     return share.samples * (moved_s + flops / machine.flops_per_s) + attention_s
+
+
+def _unfused_s(parts: Sequence[Part], single: Sequence[Part], share: _Share, machine: Machine) -> float:
+    """Return the seconds by which norms of several kernels, computed again, take longer than those of single ones."""
+    moved = [sum(share.kept_bytes(p) + share.operator_bytes(p) for p in each) for each in (parts, single)]
+    return max(0.0, 2 * (moved[0] - moved[1]) / machine.memory_bytes_per_s)
 
 
 def _between_products_s(part: Part, share: _Share, machine: Machine) -> float:

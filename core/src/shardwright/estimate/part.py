@@ -86,10 +86,16 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """The same for elements that every rank has completely."""
     outside_inputs: int = 0
     """The same for elements outside the region."""
+    normed: int = 0
+    """Elements among `outside` that norms give to products, which recomputed norms free."""
+    whole_normed: int = 0
+    """The same among `whole`."""
     second_products: int = 0
     """Elements among `products` that every second product with a matrix gives, in the order of the products."""
     from_latents: int = 0
     """Elements inside the region that are computed from latents."""
+    latents: int = 0
+    """Elements that each rank has of products that give latents: what is kept if the others are recomputed."""
     latent_flops: float = 0.0
     """Operations among `flops` of the products that compute them."""
     is_expert: bool = False
@@ -110,6 +116,14 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     trained: float = 1.0
     """Share of the matrices' elements that are trained; for the others only the gradient of their inputs is
     computed."""
+
+    def with_norms_of(self, other: "Part") -> "Part":
+        """Return the part with what the norms of the same part, of other kernels, keep and move."""
+        changed = {name: getattr(other, name) for name in ("outside", "outside_bytes", "outside_operator_bytes")}
+        if self.name == "attention":
+            names = "inside", "inside_bytes", "operator_bytes", "whole", "whole_bytes"
+            changed |= {name: getattr(other, name) for name in names}
+        return msgspec.structs.replace(self, **changed)
 
     def scaled(self, share: float) -> "Part":
         """Return the part with its operations multiplied by a factor."""

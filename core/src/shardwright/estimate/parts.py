@@ -110,7 +110,11 @@ def _parts(model: Model, type_name: str, fused: bool) -> tuple[Part, ...]:
     ]
     if facts.norm.shared:
         # The first part's norm is the others', too: they keep nothing outside the regions.
-        parts[1:] = [msgspec.structs.replace(part, outside=0, outside_bytes=0) for part in parts[1:]]
+        parts[1:] = [msgspec.structs.replace(part, outside=0, outside_bytes=0, normed=0) for part in parts[1:]]
+    if facts.norm.ends and facts.norm.of_part == 1:
+        # Norms come last: the first part reads what enters the layer, and so do others unless norms end them.
+        first = 1 if "attention" in facts.norm.ends else len(parts)
+        parts[:first] = [msgspec.structs.replace(part, normed=0) for part in parts[:first]]
     if kind.experts is not UNSET:
         parts += _experts(model, kind, parts)
     parts = before + parts
@@ -223,6 +227,7 @@ def _with_norms(facts: Family, part: Part, norms: int, fused: bool, normed: int 
         outside=part.outside + (norms * elements - 1) * each,
         outside_bytes=part.outside_bytes + norms * more * each,
         outside_operator_bytes=norms * _norm_moves(facts, fused) * each,
+        normed=part.normed or part.outside_inputs,
     )
 
 
@@ -283,6 +288,7 @@ def _as_trained(part: Part, kind: LayerType, model: Model, facts: Family, fused:
         inside_bytes=part.inside_bytes - scaled_bytes * normed,
         outside=part.outside - (norms * scaled + (not enters)) * part.result + ranks * positions,
         outside_bytes=part.outside_bytes - norms * scaled_bytes * part.result,
+        normed=part.normed * enters,
         kernels=part.kernels + LOW_RANK_KERNELS * len(pairs),
     )
 

@@ -52,18 +52,58 @@ class Recompute(StrEnum):
     """Activations of the feed-forward part are recomputed."""
     SELECTIVE = "selective"
     """Activations other than results of matrix products and of attention are recomputed (Korthikanti et al. 2022)."""
+    NORMS = "norms"
+    """Results of norms are recomputed, by themselves: what reads them does not keep them."""
+    ACTIVATIONS = "activations"
+    """Results of activation functions, with their gates, are recomputed, those of experts too."""
+    LATENTS = "latents"
+    """Queries, keys and values are recomputed from the latents of attention that has some (MLA)."""
+    NORMS_ACTIVATIONS = "norms+activations"
+    """Both."""
+    NORMS_LATENTS = "norms+latents"
+    """Both."""
+    ACTIVATIONS_LATENTS = "activations+latents"
+    """Both."""
+    NORMS_ACTIVATIONS_LATENTS = "norms+activations+latents"
+    """All three."""
     LIGHT = "light"
     """Results of norms, of experts' activation functions, and of products with latents are recomputed, as Megatron-LM's
-    modules layernorm, moe_act and mla_up_proj do; estimated and exported, not run."""
+    modules layernorm, moe_act and mla_up_proj do."""
 
     @property
     def replays_experts(self) -> bool:
         """Return whether the backward pass recomputes the experts, and the part of the layer before them."""
         return self in (Recompute.FULL, Recompute.SELECTIVE, Recompute.MLP)
 
+    @property
+    def parts(self) -> frozenset["RecomputedPart"]:
+        """Return the parts of the layer that are recomputed one by one, each just before something reads its results.
 
-RECOMPUTE_RUN = tuple(kind for kind in Recompute if kind is not Recompute.LIGHT)
-"""The kinds that this project's runtime runs and measures."""
+        There are none if whole parts of the layer are recomputed.
+        """
+        if self is Recompute.LIGHT:
+            return frozenset((RecomputedPart.NORMS, RecomputedPart.EXPERT_ACTIVATIONS, RecomputedPart.LATENTS))
+        named = frozenset(part for part in RecomputedPart if part in self.split("+"))
+        more = RecomputedPart.ACTIVATIONS in named
+        return named | {RecomputedPart.EXPERT_ACTIVATIONS} if more else named
+
+
+class RecomputedPart(StrEnum):
+    """Parts of a layer that are recomputed by themselves, whose results are freed once they have been read."""
+
+    NORMS = "norms"
+    ACTIVATIONS = "activations"
+    """Activation functions with their gates, of feed-forward parts that every position goes through."""
+    EXPERT_ACTIVATIONS = "expert_activations"
+    """The same of experts."""
+    LATENTS = "latents"
+    """Products with latents, and what is made of them before attention."""
+
+
+RECOMPUTE_SETS = tuple(kind for kind in Recompute if kind.parts)
+"""The kinds that recompute parts one by one."""
+RECOMPUTE_WHOLE = tuple(kind for kind in Recompute if not kind.parts)
+"""The kinds that recompute nothing, or whole layers, halves of layers, or all but products."""
 
 
 class Offload(StrEnum):

@@ -106,6 +106,9 @@ class AdviseOptions(TrainedParts, frozen=True, kw_only=True):
     offload: Literal["none", "optimizer", "update", "activations", "any"] = "none"
     """What layers may keep in host memory, if it makes room: optimizer states, which the device updates, or the host
     (update), activations, or any of these."""
+    recompute: Literal["parts"] | None = None
+    """`parts`: layers may also recompute norms, activation functions and products with latents one by one, in any
+    combination; by default nothing, all, or all but products and attention."""
     host_memory_gib: Gib | None = None
     """Host memory of a node for that, in GiB; by default twice the memory of its GPUs."""
     loss_chunks: Count = 1

@@ -33,6 +33,8 @@ backend and the fake tensors of `torch.export` are the nearest |
 allocator of CPU memory with counters |
 | `UntypedStorage._cdata` | telling storages of fake tensors apart | `data_ptr`, once fake tensors have one |
 | `Tensor._version` | one copy of a storage that several operators save, but not of one written to between | none |
+| `torch._C._autograd._top_saved_tensors_default_hooks` | hooks of saved tensors inside others, which PyTorch does not \
+nest | none |
 | `torch.utils._pytree.tree_leaves` | tensors of nested arguments | `optree`, another package |
 | `nn.Module._parameters` | swapping parameters during a call | `torch.func.functional_call`, which swaps by full \
 name |
@@ -128,6 +130,16 @@ def version_of(tensor: Tensor) -> int:
     """Return how often a tensor's storage was written to in place."""
     version: int = tensor._version
     return version
+
+
+def hooks_around() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    """Return the hooks for saved tensors that are in force, to be called by those that take their place."""
+    found = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return found or (_unchanged, _unchanged)
+
+
+def _unchanged(x: Any) -> Any:
+    return x
 
 
 def fsdp_parameters(module: nn.Module) -> Iterator[FSDPParam]:

@@ -13,11 +13,23 @@ from shardwright.io import BadInput
 from shardwright.io.table import Source, Sourced
 from shardwright.key import ExpertKey
 from shardwright.plan.axes import Layout, layout_of
-from shardwright.types import ExpertMeasurement, Measurement, Model, Recompute, Strategy
+from shardwright.types import (
+    RECOMPUTE_SETS,
+    ExpertMeasurement,
+    Measurement,
+    Model,
+    Recompute,
+    RecomputedPart,
+    Strategy,
+)
 from shardwright.types.model_profile import ExpertRow, LayerFigures, LayerRow
 from shardwright_profile.model.probe_results import ProbeResult
 
-_SAME = {Recompute.ATTENTION: Recompute.NONE, Recompute.MLP: Recompute.FULL}
+_OF_EXPERTS = {
+    kind: Recompute.ACTIVATIONS if RecomputedPart.EXPERT_ACTIVATIONS in kind.parts else Recompute.NONE
+    for kind in RECOMPUTE_SETS
+}
+_SAME = {Recompute.ATTENTION: Recompute.NONE, Recompute.MLP: Recompute.FULL, **_OF_EXPERTS}
 """Kinds of recomputation that do to experts what another does."""
 _LEAST = 0.01
 """The least share of a layer's time that remains without its experts, if noise hides the remainder."""

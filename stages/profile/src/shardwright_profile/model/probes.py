@@ -32,6 +32,7 @@ from shardwright.types import (
     Plan,
     Plans,
     Recompute,
+    RecomputedPart,
     Schedule,
     SequenceParallel,
     Strategy,
@@ -205,6 +206,8 @@ def _expert_probes(
     kinds = [kind for kind in _EXPERT_KINDS if kind in settings.recompute or kind is Recompute.NONE]
     if Recompute.MLP in settings.recompute and Recompute.FULL not in kinds:
         kinds.append(Recompute.FULL)
+    if any(RecomputedPart.EXPERT_ACTIVATIONS in kind.parts for kind in settings.recompute):
+        kinds.append(Recompute.ACTIVATIONS)
     for key in expert_keys(models, fitting, settings, kinds, _LEVELS):
         yield ExpertProbe(**key.columns)
 

@@ -29,6 +29,8 @@ from shardwright.types import (
     MAX_DEVICES,
     NARROW_BITS,
     NVFP4,
+    RECOMPUTE_SETS,
+    RECOMPUTE_WHOLE,
     Attention,
     Cluster,
     Estimate,
@@ -39,6 +41,7 @@ from shardwright.types import (
     Plan,
     Precision,
     Recompute,
+    RecomputedPart,
     Schedule,
 )
 from shardwright_search.advise.long_context import priced_lengths, searched_cp_sizes
@@ -168,7 +171,7 @@ def question_of(options: AdviseOptions) -> Question:
         tp_sizes=machines.tp_sizes,
         cp_sizes=searched_cp_sizes(model, machines.cluster.num_devices),
         ep_sizes=_searched_ep_sizes(model, machines.cluster.num_devices),
-        recompute=(Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL),
+        recompute=(Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL, *_recomputed_parts(options, model)),
         schedules=(Schedule.ONE_F_ONE_B, *interleaved),
         chunks_per_stage=_CHUNKS,
         fine_grained=not options.uniform,
@@ -183,8 +186,11 @@ def question_of(options: AdviseOptions) -> Question:
     models = (model, *(model_of(replace(options, seq=length))[0] for length in lengths))
     load = None if options.imbalance is None else read_load(options.imbalance)
 
+    compared = (kind for kind in RECOMPUTE_SETS if any(f"recompute={kind}" in text for text in options.against))
+    kinds = tuple(dict.fromkeys((*RECOMPUTE_WHOLE, Recompute.LIGHT, *request.recompute, *compared)))
+
     def profiles_under(assumed: Runtime) -> Profiles:
-        made = (_profiles(request, models, machines, key, table, assumed) for key in machines.devices)
+        made = (_profiles(request, kinds, models, machines, key, table, assumed) for key in machines.devices)
         return together([each._replace(load=load) for each in made])
 
     budgets = {key: int(gib * GIB) for key, gib in machines.budgets_gib.items()}
@@ -205,6 +211,27 @@ def question_of(options: AdviseOptions) -> Question:
         None if other is None else profiles_under(other),
         options.tuned,
     )
+
+
+def _recomputed_parts(options: AdviseOptions, model: Model) -> Iterator[Recompute]:
+    """Yield the sets of parts that layers may recompute one by one; those of latents only if the model has latents."""
+    if options.recompute is None:
+        return
+    if options.target is not None:
+        raise BadInput(
+            "--recompute parts", f"plans for {options.target} name their own", "leave it out, or leave out --for"
+        )
+    if options.compile:
+        raise BadInput(
+            "--recompute parts", "compiled blocks do not free results of their parts", "leave one of them out"
+        )
+    facts = FAMILIES.get(model.family)
+    if facts is None:
+        raise BadInput("--recompute parts", f"parts of {model.family} blocks are not known", "leave it out")
+    latents = facts.attention.latents(facts.configured(model.config)) is not None
+    for kind in RECOMPUTE_SETS:
+        if kind is not Recompute.LIGHT and (latents or RecomputedPart.LATENTS not in kind.parts):
+            yield kind
 
 
 def _offloads(options: AdviseOptions, machines: Machines) -> tuple[Offload, ...]:
@@ -265,6 +292,7 @@ def _usual_batch(model: Model, cluster: Cluster) -> int:
 
 def _profiles(
     request: SearchRequest,
+    kinds: tuple[Recompute, ...],
     models: Sequence[Model],
     machines: Machines,
     node_type: str,
@@ -277,7 +305,7 @@ def _profiles(
     settings = ProfileSettings(
         tp_sizes=machines.tp_sizes,
         sequence_parallel=request.sequence_parallel,
-        recompute=tuple(Recompute),
+        recompute=kinds,
         # Several lengths have curves, which two sizes and lengths determine.
         micro_batch_sizes=tuple(2**power for power in range(max(batch.bit_length(), min(2, len(models))))),
         precision=request.precision or Precision(),

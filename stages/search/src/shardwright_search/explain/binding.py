@@ -13,7 +13,7 @@ from shardwright.plan.axes import effective
 from shardwright.plan.schedules.closed_form import step_time
 from shardwright.plan.schedules.passes import Pass
 from shardwright.plan.schedules.registry import schedule_of
-from shardwright.types import MIB, RECOMPUTE_RUN, DataParallel, Estimate, LayerStrategy, Plan, Recompute
+from shardwright.types import MIB, RECOMPUTE_WHOLE, DataParallel, Estimate, LayerStrategy, Plan, Recompute
 from shardwright_search.cost_model.layer import CostModel, picoseconds
 from shardwright_search.cost_model.plan import Evaluation, evaluate
 from shardwright_search.explain.tables import STEP_TERMS
@@ -40,7 +40,7 @@ class LayerAlternatives(NamedTuple):
     """Strategies that a layer may have instead, at its degrees."""
 
     data_parallel: Sequence[DataParallel] = tuple(DataParallel)
-    recompute: Sequence[Recompute] = RECOMPUTE_RUN
+    recompute: Sequence[Recompute] = RECOMPUTE_WHOLE
     together: bool = False
     """Flag of plans whose layers all share one strategy."""
 

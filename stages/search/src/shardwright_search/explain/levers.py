@@ -67,6 +67,7 @@ _CHANGES = (
     _Change("zero2 for zero3", "data_parallel", (_ZERO3,), _ZERO2),
     _Change("ddp for zero2", "data_parallel", (_ZERO2,), _DDP),
     # Levers that layers may still use.
+    _Change("recompute norms+activations", "recompute", (Recompute.NONE,), Recompute.NORMS_ACTIVATIONS),
     _Change("recompute selective", "recompute", (Recompute.NONE,), Recompute.SELECTIVE),
     _Change("recompute full", "recompute", (Recompute.NONE, Recompute.SELECTIVE), Recompute.FULL),
     _Change("zero2 for ddp", "data_parallel", (_DDP,), _ZERO2),

@@ -226,6 +226,8 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
         _check_degrees(self)
         if Offload.NONE not in self.offload:
             raise ValueError("offload: list none, too: each layer chooses")
+        if self.compile and (sets := [kind for kind in self.recompute if kind.parts and kind is not Recompute.LIGHT]):
+            raise ValueError(f"compile: recompute {sets[0]} frees results that compiled blocks do not show")
         batch = self.global_batch_size
         if not isinstance(batch, BatchRange):
             return

@@ -129,13 +129,15 @@ class _Run:
 
 
 def _recomputed(compute: Callable[..., Tensor], recompute: Recompute) -> Callable[[Tensor, Tensor], Tensor]:
-    recomputation = Recomputation(keeps_last=False)
+    recomputation = Recomputation(keeps_last=False, parts=recompute.parts)
     plain = partial(compute, recomputation=recomputation)
     match recompute:
         case Recompute.FULL | Recompute.MLP:
             return partial(recomputation.full, plain)
         case Recompute.SELECTIVE:
             return partial(recomputation.selective, plain)
+        case _ if recompute.parts:
+            return partial(recomputation.by_part, plain)
         case _:
             return plain
 

@@ -188,8 +188,7 @@ class Sparse(Llama):
         """
         gate_up = expert_products(rows, experts.gate_up_proj.flatten(1, -2), counts)
         gate_up = with_rows_of_pair(gate_up, experts, "gate_up_proj", rows, counts, recomputation)
-        gate, up = gate_up.chunk(2, -1)
-        inner = (experts.act_fn(gate) * up * weights.tensor[:, None]).to(rows.dtype)
+        inner = recomputation.of_experts(partial(_weighted_gate, experts.act_fn), gate_up, weights.tensor)
         results = recomputation.product(expert_products, inner, experts.down_proj, counts)
         return with_rows_of_pair(results, experts, "down_proj", inner, counts, recomputation)
 
@@ -201,6 +200,16 @@ class Sparse(Llama):
         of_layer: float = read[keys.balance]
         of_model = sum(kind in keys.types for kind in self.facts.layers(read))
         return of_layer / (read[keys.top_k] if keys.balance_of == "layer" else of_model)
+
+
+def _gate(activation: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return up * activation(gate)
+
+
+def _weighted_gate(activation: Callable[[Tensor], Tensor], gate_up: Tensor, weights: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return (activation(gate) * up * weights[:, None]).to(gate_up.dtype)
 
 
 class Unseen:
@@ -411,8 +420,9 @@ class Llama4(Sparse):
         """The results of experts for rows that are weighted first."""
         rows = (rows * weights.tensor[:, None]).to(rows.dtype)
         first, last = experts.gate_up_proj.flatten(2).transpose(1, 2), experts.down_proj.transpose(1, 2)
-        gate, up = expert_products(rows, first, counts).chunk(2, -1)
-        return recomputation.product(expert_products, up * experts.act_fn(gate), last, counts)
+        gate_up = expert_products(rows, first, counts)
+        inner = recomputation.of_experts(partial(_gate, experts.act_fn), gate_up)
+        return recomputation.product(expert_products, inner, last, counts)
 
     def constants(self, model: Model, kind: str, places: Places, *others: Any) -> dict[str, Any]:
         """Return the usual constants; raise BadInput for parts of a sequence if queries are scaled by position.

@@ -1,5 +1,6 @@
 """gpt-oss (OpenAI 2025): experts with a SwiGLU whose inputs are clamped, the linear one plus one, and sinks."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -147,7 +148,8 @@ class GptOss(Sparse):
         """The weighted results of experts: their last product is of weighted rows, and so are its biases."""
         products = expert_products(rows, experts.gate_up_proj.transpose(1, 2), counts)
         gate_up = with_biases(products, experts.gate_up_proj_bias, counts)
-        inner = clamped_swiglu(gate_up, weights.tensor, experts.limit, experts.alpha)
+        activation = partial(clamped_swiglu, limit=experts.limit, alpha=experts.alpha)
+        inner = recomputation.of_experts(activation, gate_up, weights.tensor)
         results = recomputation.product(expert_products, inner, experts.down_proj.transpose(1, 2), counts)
         biases = experts.down_proj_bias * getattr(experts, "keeps_biases", 1.0)
         return with_biases(results, biases, counts, weights.tensor)

@@ -23,9 +23,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from shardwright.types import Recompute
+from shardwright.types import Recompute, RecomputedPart
 from shardwright_train.parallel.attention_blocks import Attended
 from shardwright_train.parallel.collectives import with_transpose
+from shardwright_train.parallel.freed_results import FreedResults, Function
 from shardwright_train.parallel.rng import Randomness
 from shardwright_train.parallel.sharding_rules import Parts
 from shardwright_train.torch_private import TorchDispatchMode, collective_operators, compiled, grouped_product
@@ -140,13 +141,15 @@ class Recomputation:
     """What a layer recomputes in its backward pass.
 
     `keeps_last`: whether something is kept after the layer's last sum over ranks, so that a selective replay needs it.
-    `splits`: whether its backward passes leave products to weight passes.
+    `splits`: whether its backward passes leave products to weight passes. `parts`: those recomputed one by one.
     """
 
-    def __init__(self, keeps_last: bool, splits: bool = False) -> None:
+    def __init__(self, keeps_last: bool, splits: bool = False, parts: frozenset[RecomputedPart] = frozenset()) -> None:
         self._keeps_last = keeps_last
         self._splits = splits
+        self._parts = parts
         self._kept: KeptResults | None = None
+        self._freed: FreedResults | None = None
         self._numbers: _KeptNumbers | None = None
 
     def full(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -166,6 +169,37 @@ class Recomputation:
             return self._with(numbers, kept, kept.forward()), self._with(numbers, kept, kept)
 
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+    def by_part(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Return a function's result, keeping no results of the parts inside that are recomputed."""
+        self._freed = FreedResults()
+        try:
+            with self._freed.freeing():
+                return function(*args)
+        finally:
+            self._freed = None
+
+    @property
+    def frees(self) -> bool:
+        """Whether the results of parts are freed in the pass that is going on."""
+        return self._freed is not None
+
+    def part(self, function: Function, results: Sequence[Tensor], *inputs: Tensor) -> Sequence[Tensor]:
+        """Return results, which are computed again by `function` of the inputs if results of parts are freed."""
+        return results if self._freed is None else self._freed.part(function, results, *inputs)
+
+    def freed(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Return a function's result, which is computed again if results of parts are freed."""
+        if self._freed is None or not any(x.requires_grad for x in inputs):
+            return function(*inputs)
+        with torch.no_grad():
+            result = function(*inputs)
+        return self.part(lambda *inputs: (function(*inputs),), (result,), *inputs)[0]
+
+    def of_experts(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Return the result of experts' activation function, as `freed` if these are recomputed by themselves."""
+        asked = RecomputedPart.EXPERT_ACTIVATIONS in self._parts
+        return self.freed(function, *inputs) if asked else function(*inputs)
 
     def product(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Return a matrix product whose result is only needed for a sum over ranks."""
@@ -216,7 +250,7 @@ def apply_activation_checkpointing(
     """
     for name in (*parts.attention, *parts.mlp):
         repeats = recomputation if part_of(name, parts) is recompute else None
-        _replace(block, name, partial(_seeded, name, randomness, repeats))
+        replace_callable(block, name, partial(_seeded, name, randomness, repeats))
 
 
 def compile_block(block: nn.Module, parts: Parts, recompute: Recompute, gathers: bool) -> None:
@@ -226,16 +260,16 @@ def compile_block(block: nn.Module, parts: Parts, recompute: Recompute, gathers:
     """
     for name in dict.fromkeys((*parts.attention, *parts.mlp)):
         if part_of(name, parts) is recompute:
-            _replace(block, name, partial(_recomputed, None))
+            replace_callable(block, name, partial(_recomputed, None))
     for name in parts.enter if gathers else ():
         if recompute not in (Recompute.FULL, Recompute.SELECTIVE, part_of(name, parts)):
-            _replace(block, name, partial(_recomputed, _all_but_gathers))
+            replace_callable(block, name, partial(_recomputed, _all_but_gathers))
     if recompute is Recompute.SELECTIVE:
         block.forward = _recomputed(_selective, block.forward)
     block.forward = compiled(block.forward)
 
 
-def _replace(block: nn.Module, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def replace_callable(block: nn.Module, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace a callable inside a block, a module or a method, by the result of `change`."""
     holder_name, _, last = name.rpartition(".")
     holder = block.get_submodule(holder_name)

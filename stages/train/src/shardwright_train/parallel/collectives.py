@@ -21,6 +21,7 @@ from shardwright.plan.axes import ActivationShard, Layout
 from shardwright.plan.layout import closed_groups, redistribution_plan
 from shardwright.plan.process_groups import Purpose
 from shardwright_train.parallel.process_groups import Groups
+from shardwright_train.torch_private import hooks_around
 
 Move = Callable[[Tensor], Tensor]
 GroupMove = Callable[[Tensor, dist.ProcessGroup], Tensor]
@@ -145,24 +146,25 @@ def gathered_again_by(inputs: Sequence[Tensor], gather: Move) -> Iterator[list[T
 
     Gathered tensors have storages that nothing else shares.
     """
-    shards = [_GatheredShard(x.detach(), gather) for x in inputs]
+    pack_around, unpack_around = hooks_around()
+    shards = [_GatheredShard(pack_around(x.detach()), unpack_around, gather) for x in inputs]
     gathered = [shard.gathered(x) for shard, x in zip(shards, inputs, strict=True)]
     # Storages stand for tensors: products keep views.
     owners = {id(x.untyped_storage()): shard for x, shard in zip(gathered, shards, strict=True)}
 
-    def pack(x: Tensor) -> "Tensor | _View":
+    def pack(x: Tensor) -> Any:
         shard = owners.get(id(x.untyped_storage()))
-        return x if shard is None else _View(shard, x.size(), x.stride(), x.storage_offset())
+        return pack_around(x) if shard is None else _View(shard, x.size(), x.stride(), x.storage_offset())
 
-    with saved_tensors_hooks(pack, lambda kept: kept.tensor() if isinstance(kept, _View) else kept):
+    with saved_tensors_hooks(pack, lambda kept: kept.tensor() if isinstance(kept, _View) else unpack_around(kept)):
         yield gathered
 
 
 class _GatheredShard:
     """This rank's shard of a gathered tensor, gathered from its first use in the backward pass to its last."""
 
-    def __init__(self, shard: Tensor, gather: Move) -> None:
-        self._shard, self._gather = shard, gather
+    def __init__(self, shard: Any, unpack: Callable[[Any], Tensor], gather: Move) -> None:
+        self._shard, self._unpack, self._gather = shard, unpack, gather
         self._regathered: Tensor | None = None
 
     def gathered(self, x: Tensor) -> Tensor:
@@ -172,7 +174,7 @@ class _GatheredShard:
     def regathered(self) -> Tensor:
         if self._regathered is None:
             with torch.no_grad():
-                self._regathered = self._gather(self._shard)
+                self._regathered = self._gather(self._unpack(self._shard))
         return self._regathered
 
     def _used(self, gradient: Tensor) -> Tensor:

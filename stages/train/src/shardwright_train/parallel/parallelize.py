@@ -20,6 +20,7 @@ from shardwright_train.parallel.data import (
     data_axes,
     torch_dtype,
 )
+from shardwright_train.parallel.recomputed_parts import RecomputedParts
 from shardwright_train.parallel.sequence import share_attention
 from shardwright_train.parallel.sharding_rules import Cut, Parts, Rule, cuts
 from shardwright_train.parallel.tensor import TensorParallel, apply_tensor_parallel, enter_before
@@ -140,13 +141,16 @@ def parallelize(
     # parallelism these scatter and gather the sequence.
     if style.products is not None:
         style.products.take_from(module)
+    strategy, tensor_parallel = sharings[""].strategy, sharings[""].tensor_parallel
+    recompute, cut_of = getattr(strategy, "recompute", Recompute.NONE), {c.name: c for c in cuts(module, style.rules)}
+    freed = None
+    if style.parts is not None:
+        given = recompute, tensor_parallel.recomputation, tensor_parallel.randomness
+        freed = RecomputedParts(module, style.parts, cut_of, *given)
     root_of = {name: _root_of(name, sharings) for name, _ in module.named_modules()}
-    cut_of = {cut.name: cut for cut in cuts(module, style.rules)}
     units = {root: _unit(module, root, root_of, cut_of, sharing) for root, sharing in sharings.items()}
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name not in style.frozen)
-    strategy, tensor_parallel = sharings[""].strategy, sharings[""].tensor_parallel
-    recompute = getattr(strategy, "recompute", Recompute.NONE)
     if (parts := style.parts) is not None:
         for name in parts.enter:
             replayed = recompute in (Recompute.FULL, Recompute.SELECTIVE, part_of(name, parts))
@@ -159,6 +163,8 @@ def parallelize(
             keeps = recompute in (Recompute.FULL, Recompute.SELECTIVE, Recompute.ATTENTION)
             context = getattr(strategy, "context", ContextParallel.GATHER)
             share_attention(module, tensor_parallel, style.attention, torch_dtype(precision.reduce), keeps, context)
+        if freed is not None:
+            freed.apply()
         # Activation recomputation of attention or MLP. Recomputing a full block is done around its call, in `Layer`.
         if style.compile:
             compile_block(module, parts, recompute, tensor_parallel.sums_outside)

@@ -1,9 +1,10 @@
 """Random numbers that are equal on ranks with replicas, and independent on ranks with shards."""
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -56,6 +57,16 @@ class Randomness:
                 yield
             finally:
                 self._now = before
+
+    def repeating(self) -> Callable[[], AbstractContextManager[None]]:
+        """Return a function that makes a context in which the draws are those that follow now."""
+        return nullcontext if self._now is None else partial(self._from, random_state(self._device))
+
+    @contextmanager
+    def _from(self, state: torch.Tensor) -> Iterator[None]:
+        with torch.random.fork_rng(devices=[self._device] if on_accelerator(self._device) else []):
+            restore_random_state(state, self._device)
+            yield
 
     def inside(self) -> None:
         """Begin the part in which this rank computes its own shard."""

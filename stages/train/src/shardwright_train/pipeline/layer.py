@@ -234,6 +234,8 @@ class Layer:
             run = partial(recomputation.full, run)
         elif differentiates and recompute is Recompute.SELECTIVE and not self.compiled:
             run = partial(recomputation.selective, run)
+        elif differentiates and recompute.parts:
+            run = partial(recomputation.by_part, run)
         if self.host is None:
             output = run(*states)
         elif differentiates and getattr(self.strategy, "offloads_activations", False):
@@ -294,7 +296,8 @@ def build_layer(
     inside = Randomness(name, replica, part, context.device) if compiled else randomness
     depth = mtp_depth(type_name)
     keeps_last = depth > 0 or family.keeps_last_sum(kind, config, plan.precision.compute)
-    recomputation = Recomputation(keeps_last, plan.schedule.splits)
+    recompute = getattr(strategy, "recompute", Recompute.NONE)
+    recomputation = Recomputation(keeps_last, plan.schedule.splits, recompute.parts)
     sharings = {
         root: _sharing(context, each, inside, recomputation, name if root else "")
         for root, each in {"": strategy, **family.units(kind, strategy)}.items()
