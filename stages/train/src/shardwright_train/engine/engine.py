@@ -48,8 +48,8 @@ class Engine:
         names, biases, context = self.stage.stock_names(), self.stage.router_biases(), self.stage.context
         given = parameters, self.settings, replicas, self.updates, names, biases
         held, (offloaded, on_host) = held_matrices(self.stage), offloaded_parameters(self.stage)
-        rest = context.plan.optimizer, context.groups, held, offloaded, on_host, self.late, context.depths
-        return ShardedOptimizer(*given, *rest)
+        rest = context.groups, held, offloaded, on_host, self.late, context.depths
+        return ShardedOptimizer(*given, context.plan.optimizer, *rest)
 
     def forward_backward(self, step: Step, hook: StepHook = no_hook) -> Tensor:
         """Run forward and backward of a global batch; see `run_step`."""
