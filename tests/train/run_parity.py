@@ -2,8 +2,8 @@
 
 One launch trains a plan of each family. On 4 and 8 ranks the first of four launches has plans of each family with
 pipeline stages of unequal width, too. Each plan of a family with experts is trained with those shared out as well; a
-third of the plans with another optimizer, a quarter with a chunked loss, as many with offloaded layers, and half with
-split backward passes.
+third of the plans with another optimizer, a quarter with a chunked loss, as many with offloaded layers, half with split
+backward passes, and those of two stages with split passes of several chunks. Two models predict further tokens.
 
 python tests/train/run_parity.py [PLANS_PER_FAMILY_ON_2 ON_4 ON_8]
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 from msgspec.structs import replace
 from offloaded import with_moved_activations, with_offload
 from random_plans import UNEVEN, random_plan, uneven_plan
+from several_chunks import SCHEDULES, in_chunks
 from shared_experts import with_shared_experts
 from split_plans import split
 from stock_optimizers import with_optimizers
@@ -25,7 +26,8 @@ from tiny_models import CONFIGS, tiny
 
 from shardwright.io import RanksLost, write_document
 from shardwright.launch.ranks import launch
-from shardwright.types import Model, Plan, Plans
+from shardwright.models.mtp import with_mtp
+from shardwright.types import Model, Plan, Plans, Schedule
 from shardwright_train.models.base import family_named
 
 __all__ = ["TOLERANCE", "Start", "compare", "launched"]
@@ -59,7 +61,8 @@ def compare(plans: Sequence[Plan], folder: Path, start: Start, mutations: Sequen
 
 def main(counts: Sequence[int]) -> int:
     """Compare, say what was seen after each launch, and return the number of plans that differ."""
-    models, trained, different, worst = [tiny(family) for family in CONFIGS], 0, 0, 0.0
+    models = [*(tiny(family) for family in CONFIGS), with_mtp(tiny("deepseek_v3"), 1), with_mtp(tiny("llama"), 2)]
+    trained, different, worst = 0, 0, 0.0
     for size, count in zip(WORLDS, counts, strict=True):
         for number in range(count):
             started = time.monotonic()
@@ -81,7 +84,7 @@ def main(counts: Sequence[int]) -> int:
             for name, found in wrong.items():
                 print(f"  {name}: {found}")
             trained, different, worst = trained + len(errors), different + len(wrong), max(worst, largest)
-    print(f"{trained} plans of {len(models)} families, {different} differ, largest error {worst:.1e}")
+    print(f"{trained} plans of {len(models)} models, {different} differ, largest error {worst:.1e}")
     return different
 
 
@@ -95,9 +98,19 @@ def _plans(models: Sequence[Model], number: int, size: int) -> list[Plan]:
     optimizers = with_optimizers(plans[number % 3 :: 3], first=number)
     shared = [with_shared_experts(plan, number) for plan in experts]
     halves = [plan for plan in map(split, plans[number % 2 :: 2]) if plan.schedule.splits]
-    offloaded = with_offload([*plans[number % 4 :: 4], *optimizers[::2], *shared[::2], *halves[::4]], number)
+    halves += [replace(plan, name=f"H2 {plan.name}", schedule=Schedule.ZERO_BUBBLE_H2) for plan in halves[::4]]
+    chunks = [in_chunks(plan, SCHEDULES[(i + number) % len(SCHEDULES)]) for i, plan in enumerate(_halved(plans))]
+    offloaded = with_offload(
+        [*plans[number % 4 :: 4], *optimizers[::2], *shared[::2], *halves[::4], *chunks[::4]], number
+    )
     moved = with_moved_activations([*plans[(number + 2) % 4 :: 4], *shared[1::2], *optimizers[1::4]], number)
-    return [*plans, *halves, *shared, *chunked, *optimizers, *offloaded, *moved]
+    drawn = [*plans, *halves, *chunks, *shared, *chunked, *optimizers, *offloaded, *moved]
+    return [replace(plan, name=f"{i} {plan.name}") for i, plan in enumerate(drawn)]
+
+
+def _halved(plans: Sequence[Plan]) -> list[Plan]:
+    """Those of two stages of equal width."""
+    return [plan for plan in plans if [len(each.ranks) for each in plan.stages] == [plan.world_size // 2] * 2]
 
 
 if __name__ == "__main__":
