@@ -18,11 +18,11 @@ def proof_words(optimum_s: float, bound_s: float, within: str = "") -> str:
     return f"proven optimal{within} under these estimates (gap {gap * 100:.2f} %)"
 
 
-def split_words(time_s: float, bound_s: float) -> str:
-    """Return, in words, what is proven of all plans with split backward passes, beside a plan's simulated time."""
+def split_words(time_s: float, bound_s: float, kind: str = "with split backward passes") -> str:
+    """Return, in words, what is proven of all plans of a kind, beside a plan's simulated time; bound 0: nothing."""
     if not bound_s:
-        return "how much faster another plan with split backward passes may be is not known"
+        return f"how much faster another plan {kind} may be is not known"
     if bound_s * (1 + _ROUNDING) >= time_s:
-        return "no plan with split backward passes is faster by simulation, proven"
+        return f"no plan {kind} is faster by simulation, proven"
     more = ceil((time_s / bound_s - 1) * 1e4) / 100
-    return f"no plan with split backward passes is more than {more:.2f} % faster by simulation, proven"
+    return f"no plan {kind} is more than {more:.2f} % faster by simulation, proven"

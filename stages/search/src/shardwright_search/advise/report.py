@@ -408,20 +408,28 @@ def _plans_table(question: Question, plans: Sequence[tuple[Plan, Estimate, str]]
 
 
 def _schedules_table(question: Question, plan: Plan, estimate: Estimate, found: Sequence[OfSchedule]) -> RenderableType:
-    """Return a table of the best plan of each schedule, against the answer."""
+    """Return a table of the best plan of each schedule, against the answer; all of them fit."""
     rows = list[tuple[str, ...]]()
     for schedule, best, why, _ in found:
         if best is None:
-            rows.append((str(schedule), why, "", "", "", ""))
+            rows.append((str(schedule), why, "", "", ""))
         else:
             shown = best.plan, best.evaluation.estimate, str(schedule)
-            rows.append(plan_rows(question, [(plan, estimate, "the answer"), shown])[1])
-    time_s = estimate.simulated_step_time_s
-    bounds = [each.bound_sample_s * plan.global_batch_size for each in found if each.bound_sample_s is not None]
-    proven = "".join(f"; beside the answer {split_words(time_s, bound_s)}" for bound_s in bounds)
+            rows.append(plan_rows(question, [(plan, estimate, "the answer"), shown])[1][:-1])
     limits = f"{LIMIT_S:g} CPU s, {SPLIT_LIMIT_S:g} if it splits backward passes"
-    title = f"the best plan of each schedule, searched for {limits}{proven}"
-    return table(title, PLAN_HEADINGS, rows)
+    proven = "; ".join(_proven_of_schedules(sample_s(plan, estimate), found))
+    title = f"the best plan of each schedule, searched for {limits}"
+    return table(title + (f"; beside the answer {proven}" if proven else ""), PLAN_HEADINGS[:-1], rows)
+
+
+def _proven_of_schedules(time_s: float, found: Sequence[OfSchedule]) -> Iterator[str]:
+    """Yield what is proven of schedules that split backward passes, beside the simulated time of a sample."""
+    unknown = [str(each.schedule) for each in found if each.bound_sample_s == 0]
+    for schedule, _, _, bound_s in found:
+        if bound_s:
+            yield split_words(time_s, bound_s, f"under {schedule}")
+    if unknown:
+        yield f"how much faster others under {', '.join(unknown)} may be is not known"
 
 
 def _against(question: Question, plan: Plan, estimate: Estimate, choice: PricedChoice) -> Iterator[str]:
