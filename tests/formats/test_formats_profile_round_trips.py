@@ -177,3 +177,18 @@ def test_a_curve_is_the_median_by_message_size_of_each_kind(profile: HardwarePro
         assert set(zip(sizes.tolist(), times_s.tolist(), strict=True)) == expected
         seen += len(points)
     assert seen == len(profile.points)
+
+
+def test_a_profile_whose_columns_of_words_are_as_wide_as_the_words_were_is_read(tmp_path: Path) -> None:
+    """Those of a kind become wider once a longer name is added to it."""
+    path, column = tmp_path / "model.h5", "layers/recompute"
+    path.write_bytes((EXAMPLES / "model_profile.h5").read_bytes())
+    new = read_model_profile(path)
+    with h5py.File(path, "r+") as file:
+        values, unit = file[column][()], file[column].attrs["unit"]
+        del file[column]
+        narrow = file.create_dataset(column, data=values.astype("S9"), chunks=values.shape, fletcher32=True)
+        narrow.attrs["unit"] = unit
+        assert values.dtype.itemsize > narrow.dtype.itemsize
+    old = read_model_profile(path)
+    assert old.layers.rows == new.layers.rows and old.layers.columns["recompute"].dtype == values.dtype

@@ -201,7 +201,9 @@ def _read_column(path: Path, file: h5py.File, where: str, spec: Column) -> NDArr
     with _h5py_errors(path, f"{where} is not readable"):
         dataset = _hard_linked(path, file, where, h5py.Dataset)
         dtype, shape = dataset.dtype, dataset.shape
-    if dtype != spec.dtype:
+    # Words of a column become longer as kinds are added; in an older file it is as wide as its words were.
+    narrower = dtype.kind == spec.dtype.kind == "S" and dtype.itemsize < spec.dtype.itemsize
+    if dtype != spec.dtype and not narrower:
         raise BadInput(path, f"{where} has dtype {dtype}, not {spec.dtype}", WRITE_AGAIN)
     unit = _attribute(path, dataset, "unit")
     if not isinstance(unit, str) or unit != spec.unit:
@@ -212,7 +214,7 @@ def _read_column(path: Path, file: h5py.File, where: str, spec: Column) -> NDArr
         if (problem := _stored_elsewhere(dataset)) is not None:
             raise BadInput(path, f"{where} {problem}", WRITE_AGAIN)
         values: NDArray[Any] = dataset[()]
-        return values
+        return values.astype(spec.dtype, copy=False)
 
 
 def _stored_elsewhere(dataset: h5py.Dataset) -> str | None:

@@ -66,6 +66,9 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     systems: Systems = Systems()
     untrained: str | None = None
     """Why its models are described, estimated and planned, but not trained; None: they are trained."""
+    mtp_trained: tuple[str, ...] = ()
+    """Model types whose layers that predict further tokens (MTP) are trained: they were compared with one process. A
+    family that is made from another takes this over, so it names them."""
 
     @property
     def kernels(self) -> tuple[Attention, ...]:

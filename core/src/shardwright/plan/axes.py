@@ -270,6 +270,12 @@ def expert_strategies_on(
             yield ExpertStrategy(ep_size=ep_size, etp_size=etp_size)
 
 
+def neighbouring_experts(number: int, experts: ExpertStrategy) -> tuple[tuple[int, ...], ...]:
+    """Return the numbers of the experts of each group of ranks that shares them out in order."""
+    size = number // experts.ep_size
+    return tuple(tuple(range(first, first + size)) for first in range(0, number, size))
+
+
 def layout_of(strategy: Strategy) -> Layout:
     """Return the layout of the activations that enter and leave a layer of this strategy."""
     return axes_of(strategy).layout

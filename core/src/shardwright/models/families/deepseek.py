@@ -193,6 +193,7 @@ DEEPSEEK_V2 = replace(
     attention=LLAMA.attention._replace(latents=_latents, joins_features=True),
     experts=_KEYS,
     systems=traits.Systems("bridged", _TORCHTITAN),
+    mtp_trained=("deepseek_v2", "deepseek_v3"),
 )
 # kimi_k25/configuration_kimi_k25.py of transformers 5.23 reads its text_config so.
 KIMI_K2 = traits.OtherName("kimi_k2", "deepseek_v3")

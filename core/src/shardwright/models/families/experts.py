@@ -64,6 +64,7 @@ MIXTRAL = _with_experts(
         only={"router_jitter_noise": Only(0.0, "what routers see is not disturbed")},
     ),
     systems=traits.Systems("alone"),
+    mtp_trained=("mixtral",),
 )
 _QWEN3 = ExpertKeys(
     number=_NUMBER,

@@ -81,7 +81,7 @@ _LLAMA3 = traits.Torchtitan(
         (16384, 126, 128, 8, 53248, 128256, None): "405B",
     },
 )
-LLAMA = _kin("LlamaForCausalLM", torchtitan=_LLAMA3)
+LLAMA = replace(_kin("LlamaForCausalLM", torchtitan=_LLAMA3), mtp_trained=("llama",))
 # models/auto/modeling_auto.py of transformers 5.23 builds Llama for these; defaults are those of their own classes.
 _FEW_KEYS = {"head_dim": 128, "rms_norm_eps": 1e-5}
 INTERNLM3 = traits.OtherName(

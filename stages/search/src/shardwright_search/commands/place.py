@@ -9,8 +9,9 @@ from msgspec.structs import replace
 from shardwright.command import show
 from shardwright.display.wrapping import line_width, wrapped
 from shardwright.io import BadInput, read_document, write_document
+from shardwright.plan.axes import neighbouring_experts
 from shardwright.plan.expert_load import load_misfit
-from shardwright.types import ExpertLoad, LayerLoad, Plan
+from shardwright.types import ExpertLoad, Plan
 from shardwright_search.commands.prediction import prediction_of_evaluated, read_inputs, written
 from shardwright_search.cost_model.expert_load import LoadFile
 from shardwright_search.cost_model.plan import evaluate
@@ -67,13 +68,13 @@ def placed_layers(plan: Plan, load: ExpertLoad) -> Iterator[_Placed]:
     A layer that would gain nothing keeps its groups.
     """
     for one in load.layers:
-        experts = plan.layers[one.layer].experts
-        if experts is UNSET or experts.ep_size == 1:
+        now = _groups_of(plan, one.layer, len(one.shares))
+        if len(now) < 2:
             continue
-        loads, now = [round(share * _UNIT) for share in one.shares], _groups_of(plan, one, experts.ep_size)
-        best, before = assign(loads, experts.ep_size), fullest_load(loads, now)
+        loads = [round(share * _UNIT) for share in one.shares]
+        best, before = assign(loads, len(now)), fullest_load(loads, now)
         groups, after = (best.groups, best.fullest) if best.fullest < before else (now, before)
-        mean = sum(loads) / experts.ep_size
+        mean = sum(loads) / len(now)
         yield _Placed(one.layer, groups, before / mean, after / mean, best.bound / mean)
 
 
@@ -85,12 +86,13 @@ def with_placement(plan: Plan, groups: dict[int, Groups]) -> Plan:
     return replace(plan, expert_placement=entries if any(entries) else UNSET)
 
 
-def _groups_of(plan: Plan, one: LayerLoad, ep_size: int) -> Groups:
-    """Return the groups of a layer's experts under a plan."""
-    if plan.expert_placement and plan.expert_placement[one.layer]:
-        return plan.expert_placement[one.layer]
-    size = len(one.shares) // ep_size
-    return tuple(tuple(range(first, first + size)) for first in range(0, len(one.shares), size))
+def _groups_of(plan: Plan, layer: int, number: int) -> Groups:
+    """Return the groups of a layer's experts under a plan; there are none unless ranks shard them."""
+    experts = plan.layers[layer].experts
+    if experts is UNSET:
+        return ()
+    placed = plan.expert_placement[layer] if plan.expert_placement else ()
+    return placed or neighbouring_experts(number, experts)
 
 
 def _table(found: Sequence[_Placed]) -> Iterator[str]:
@@ -108,6 +110,7 @@ def _table(found: Sequence[_Placed]) -> Iterator[str]:
 
 def _left_out(plan: Plan, placed: set[int]) -> Iterator[str]:
     """Yield a line on layers whose experts ranks shard and that the load does not have."""
-    shared = (i for i, layer in enumerate(plan.layers) if layer.experts and layer.experts.ep_size > 1)
+    numbers = ((i, plan.model.types[layer.type].experts) for i, layer in enumerate(plan.layers))
+    shared = (i for i, experts in numbers if experts and len(_groups_of(plan, i, experts.number)) > 1)
     if lacking := [str(i) for i in shared if i not in placed]:
         yield f"not in the load, and as before: layers {', '.join(lacking)}"

@@ -20,8 +20,6 @@ _SIXTEEN_BITS = ("bfloat16", "float16")
 _MIXED_FLOAT16 = ("float32", "float16", "float32")
 OPTIMIZERS_RUN = ("adamw", "adamw-bf16", "adamw-8bit", "sgd", "lion", "muon")
 """Optimizers whose updates engine/updates.py has, which loads torch."""
-_MTP_TRAINED = ("deepseek_v2", "deepseek_v3", "llama", "mixtral")
-"""Families whose layers that predict further tokens were compared with one process."""
 _WIDEST_HEAD = 256
 """Largest number of features of a head that flash-attn 2 supports."""
 
@@ -138,8 +136,9 @@ def _beyond(plan: Plan) -> Iterator[tuple[str, str]]:
 def _beyond_mtp(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.compile:
         yield "compile: layers that predict further tokens (mtp) are not compiled", "leave it out"
-    if plan.model.family not in _MTP_TRAINED:
-        problem = f"layers that predict further tokens (mtp) are trained for {', '.join(_MTP_TRAINED)}"
+    trained = sorted(name for name, family in FAMILIES.items() if name in family.mtp_trained)
+    if plan.model.family not in trained:
+        problem = f"layers that predict further tokens (mtp) are trained for {', '.join(trained)}"
         yield f"{problem}, not {plan.model.family}", "plan without --mtp, or export the plan to megatron"
 
 
