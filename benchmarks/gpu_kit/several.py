@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any
 
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from gpu_kit.steps import launch_ranks
 from gpu_kit.workbench import MIXED, batch_of, described, engine_of, memory_given_back, plan_of, step_of
 from msgspec.structs import replace
 
+from shardwright.plan.chunks import placed
 from shardwright.types.model import Model
 from shardwright.types.plan import PipelineStage, Plan, Precision, Schedule
 from shardwright.types.strategy import DataParallel, SequenceParallel, Strategy
@@ -46,13 +48,8 @@ def plans_of(setting: Setting, model: Model, ranks: int, **fields: object) -> di
 
     def piped(name: str, schedule: Schedule, chunks: int) -> Plan:
         cuts = [layers * i // (2 * chunks) for i in range(2 * chunks + 1)]
-        stages = tuple(
-            PipelineStage(
-                ranks=tuple(range(i * half, (i + 1) * half)),
-                layers=tuple((cuts[c], cuts[c + 1]) for c in range(i, 2 * chunks, 2)),
-            )
-            for i in range(2)
-        )
+        held = placed(list(pairwise(cuts)), schedule, 2)
+        stages = tuple(PipelineStage(ranks=tuple(range(i * half, (i + 1) * half)), layers=held[i]) for i in range(2))
         strategy = Strategy(tp_size=1, dp_size=half)
         return plan_of(setting, model, strategy, stages, name=name, num_microbatches=5, schedule=schedule, **fields)
 
@@ -64,7 +61,11 @@ def plans_of(setting: Setting, model: Model, ranks: int, **fields: object) -> di
         piped("interleaved 1F1B, 2 stages, 5 microbatches", Schedule.INTERLEAVED_1F1B, chunks=2),
         piped("1F1B, 2 stages, 5 microbatches", Schedule.ONE_F_ONE_B, chunks=1),
         piped("GPipe, 2 stages, 5 microbatches", Schedule.GPIPE, chunks=1),
-        piped("split backward passes, 2 stages, 5 microbatches", Schedule.ZERO_BUBBLE, chunks=1),
+        *(
+            piped(f"split backward passes, {each}, 2 stages, 5 microbatches", each, chunks=2 if each.interleaves else 1)
+            for each in Schedule
+            if each.splits
+        ),
         whole(Strategy(tp_size=1, dp_size=ranks, data_parallel=DataParallel.ZERO3), "ZeRO-3, 5 microbatches", 5),
         sharded("tensor parallel 2", SequenceParallel.NONE),
         sharded("tensor parallel 2, Megatron's sequence parallelism", SequenceParallel.MEGATRON),

@@ -168,9 +168,10 @@ def test_a_causal_flash_kernel_computes_half_of_the_scores_at_its_own_rate():
     slow = MACHINE._replace(flops_per_s=1e9, attention_flops_per_s=5e8)
     scores = 4 * LENGTH**2 * HIDDEN
     causal = msgspec.structs.replace(model, family="llama")
-    for kind, computed in ((model, scores), (causal, scores / 2)):
+    # Scores are kept again once dropout has changed them, which Llama has none of.
+    for kind, computed, times in ((model, scores, 2), (causal, scores / 2, 1)):
         flash, eager = (estimate_fused(kind, slow, how).forward_s for how in (Attention.SDPA, Attention.EAGER))
-        kept = 2 * 5 * HEADS * LENGTH**2 / 1e11
+        kept = times * 5 * HEADS * LENGTH**2 / 1e11
         assert eager - flash == pytest.approx(scores / 1e9 + kept - computed / 5e8, rel=1e-9)
 
 

@@ -172,10 +172,10 @@ def test_zero3_holds_a_shard_of_the_gradients_between_microbatches():
 
 def test_each_kind_of_recomputation_that_is_documented_is_priced():
     """Kinds that the search does not choose from were missing in the estimated profile, so that they were refused."""
-    question = _question()
-    held = {}
-    for kind in Recompute:
-        plan = reading_of(f"tp=8,mbs=1,recompute={kind}", question.setting).plan
+    asked = {kind: f"tp=8,mbs=1,recompute={kind}" for kind in Recompute}
+    question, held = _question(against=tuple(asked.values())), {}
+    for kind, choice in asked.items():
+        plan = reading_of(choice, question.setting).plan
         held[kind] = evaluate(plan, question.profiles).estimate.memory_bytes
     assert held[Recompute.FULL] < held[Recompute.SELECTIVE] < held[Recompute.NONE]
     assert max(held[Recompute.MLP], held[Recompute.ATTENTION], held[Recompute.LIGHT]) < held[Recompute.NONE]

@@ -18,6 +18,7 @@ CHANGED = {
     "zero2 for zero3": {"data_parallel": DataParallel.ZERO2},
     "ddp for zero2": {"data_parallel": DataParallel.DDP, "shard_size": 0},
     "recompute selective": {"recompute": Recompute.SELECTIVE},
+    "recompute norms+activations": {"recompute": Recompute.NORMS_ACTIVATIONS},
     "recompute full": {"recompute": Recompute.FULL},
     "zero2 for ddp": {"data_parallel": DataParallel.ZERO2},
     "zero3 for zero2": {"data_parallel": DataParallel.ZERO3},

@@ -83,7 +83,7 @@ def test_only_a_split_pass_replays_a_product_whose_result_is_not_kept_and_only_t
 def test_the_plans_split_every_family_and_every_strategy() -> None:
     plans = [plan for world_size in (2, 4) for plan in split_plans(world_size)]
     layers = [layer for plan in plans for layer in plan.layers]
-    assert {layer.recompute for layer in layers} == set(RECOMPUTE_WHOLE)
+    assert {layer.recompute for layer in layers} >= set(RECOMPUTE_WHOLE)
     assert len({(layer.data_parallel, layer.sequence_parallel) for layer in layers}) == 9
     assert any(layer.cp_size > 1 for layer in layers) and any(layer.experts for layer in layers)
     assert len({plan.model.family for plan in plans}) >= 28

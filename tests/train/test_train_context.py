@@ -102,7 +102,7 @@ def test_pixels_and_spectrograms_keep_their_order(family: str) -> None:
     """As positions would lie in any family: those of a spectrogram, or beside an image, keep theirs so far."""
     runtime, model = family_named(family, "test"), tiny(family)
     order = torch.arange(model.sequence_length).flip(0)
-    context = Mock(spec=RankContext, family=runtime, order=order, device=torch.device("cpu"))
+    context = Mock(spec=RankContext, family=runtime, order=order, device=torch.device("cpu"), depths=0)
     batch: Batch = runtime.learns(model).random_batch(3, torch.Generator().manual_seed(0))
     there = on_device(batch, context)
     along = {name for name, x in batch.items() if x.shape == (3, model.sequence_length)}

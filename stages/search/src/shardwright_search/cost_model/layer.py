@@ -348,9 +348,9 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         step, state, gradients and their sums, activations, workspace, and host memory, all step long and of a
         micro-batch.
         """
+        passes = self._all_passes(type_name, parts, topology, samples, turns)
         tied = turns.ties and type_name == HEAD
         own = [self._parameter_numbers(type_name, each, topology, single_microbatch, tied) for each in parts.parameters]
-        passes = self._all_passes(type_name, parts, topology, samples, turns)
         forward_s, backward_s, free_s, activation, workspace, moved = passes
         columns = np.array(own).T[:, parts.parameters_of]
         each, once, reduction = (AllOverlapped(*columns[first : first + 4]) for first in (0, 4, 8))

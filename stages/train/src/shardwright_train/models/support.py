@@ -93,11 +93,6 @@ def _beyond(plan: Plan) -> Iterator[tuple[str, str]]:
     if precision.tf32 and _on_cpu(plan):
         yield "precision tf32 needs CUDA, but the plan is for cpu", "leave it out"
     formats = (precision.parameters, precision.compute, precision.reduce)
-    if (freed := next((layer.recompute for layer in plan.layers if layer.recompute.parts), None)) is not None:
-        if plan.compile:
-            yield f"compile: recompute {freed} frees results that a compiled block does not show", "leave it out"
-        if plan.model.is_traced:
-            yield f"recompute {freed}: parts of {family} blocks are not known", f"choose {Recompute.FULL}"
     if precision.compute in NARROW_BITS:
         yield f"precision {precision.compute} is only for estimates", "compute in bfloat16"
     if "float16" in formats and formats != _MIXED_FLOAT16:
@@ -125,6 +120,11 @@ def _beyond(plan: Plan) -> Iterator[tuple[str, str]]:
         )
     if mtp_layers(plan.model.layers):
         yield from _beyond_mtp(plan)
+    if (freed := next((layer.recompute for layer in plan.layers if layer.recompute.parts), None)) is not None:
+        if plan.compile:
+            yield f"compile: recompute {freed} frees results that a compiled block does not show", "leave it out"
+        if plan.model.is_traced:
+            yield f"recompute {freed}: parts of {family} blocks are not known", f"choose {Recompute.FULL}"
     if (shared := plan_obstacle(plan)) is not None:
         yield shared
     if plan.loss_chunks and "cross_entropy" in plan.fused:
