@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.models.facts import Family
-from shardwright.models.registry import FAMILIES, OTHER_NAMES
+from shardwright.models.registry import FAMILIES, OTHER_NAMES, TRACED_TOWERS
 
 PAGE = Path(__file__).parents[1] / "models.md"
 TABLE = Path(__file__).parents[2] / "benchmarks/results/types.md"
@@ -61,6 +61,8 @@ def _said(kind: str, found: Mapping[str, Any]) -> tuple[str, str, str]:
     family = FAMILIES.get(OTHER_NAMES[kind].family if kind in OTHER_NAMES else kind)
     if family is not None and family.untrained is not None:
         return "facts", f"no: {family.untrained}", _EVERYWHERE
+    if kind in TRACED_TOWERS:
+        return "trace", f"no: {TRACED_TOWERS[kind]}", ""
     if family is not None:
         return "facts", "exactly", ", ".join(_systems(family))
     if "exact" in found:

@@ -166,11 +166,6 @@ def test_plans_are_found_without_torch_and_refused_by_name_where_they_would_run(
     assert f"are planned, not trained: {reason}" in refused.stderr
 
 
-def test_a_tower_without_blocks_is_refused_by_name() -> None:
-    with pytest.raises(BadInput, match=r"'gemma3n' cannot be trained: .* convolutional network of the package timm"):
-        read_config({"model_type": "gemma3n", "vision_config": {}}, "config.json")
-
-
 @pytest.mark.parametrize(
     ("kind", "vision", "problem"),
     [

@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 from shardwright.io import BadInput, did_you_mean, read_object
 from shardwright.models.config_keys import NOTES, changes_nothing, known_keys, wrong_values
 from shardwright.models.facts import Family
-from shardwright.models.registry import FAMILIES, OTHER_NAMES, USUAL, refusal
+from shardwright.models.registry import FAMILIES, OTHER_NAMES, TRACED_TOWERS, USUAL, refusal
 from shardwright.models.traits import Config, Mask
 
 OPTION = "--as"
 QUANTIZED = "quantization_config"
 """The key that says how the weights of a published file are stored."""
-_NESTED, _TOWER = "text_config", "vision_config"
+TEXT_KEY, TOWER_KEY = "text_config", "vision_config"
+"""The keys under which a language model's keys are nested, and those of a vision tower."""
 _ALIKE = 0.7
 """The least likeness, from 0 to 1, of a type's name to that of its nearest family."""
 
@@ -87,8 +88,8 @@ def is_known(config: Config) -> bool:
 
 
 def has_images(config: Config) -> bool:
-    """Return whether a config.json is of a model with a vision tower, which only families describe."""
-    return isinstance(config.get(_TOWER), Mapping)
+    """Return whether a config.json is of a model with a vision tower that only a family could describe."""
+    return config.get("model_type") not in TRACED_TOWERS and isinstance(config.get(TOWER_KEY), Mapping)
 
 
 def same_types(family: str) -> tuple[str, ...]:
@@ -110,7 +111,7 @@ def unknown_type(given: Config, file: object) -> BadInput:
     nearest = nearest_family(given)
     if has_images(given):
         near = "" if nearest is None else f"{OPTION} {nearest} prices its text_config alone, approximately; "
-        return BadInput(file, f"{problem}, and has a {_TOWER}", f"{near}docs/add-a-model.md adds a family")
+        return BadInput(file, f"{problem}, and has a {TOWER_KEY}", f"{near}docs/add-a-model.md adds a family")
     if nearest is None:
         return BadInput(file, problem, f"{_TRACES}; docs/add-a-model.md adds a family; `shardwright models` lists them")
     near = f"the nearest is {nearest}: {OPTION} {nearest} prices it by its keys, approximately"
@@ -172,7 +173,7 @@ def _fits(given: Config, family: Family) -> bool:
 
 def _text_part(given: Config) -> tuple[Config, bool]:
     """Return the keys of the language model, and whether they are nested inside a larger model's keys."""
-    inner = given.get(_NESTED)
+    inner = given.get(TEXT_KEY)
     is_part = isinstance(inner, Mapping) and not any(word in given for word in ("hidden_size", *_WORDS["hidden_size"]))
     return (inner, True) if is_part and isinstance(inner, Mapping) else (given, False)
 
@@ -187,7 +188,7 @@ def _approximated(given: Config, family: Family, file: object) -> tuple[dict[str
         raise BadInput(file, problem, f"give {OPTION} the name of another family")
     config = {key: flat[name] for key, name in taken.items()} | {"model_type": family.model_type}
     unread = [key for key in flat if key not in taken.values() and not changes_nothing(key, flat[key])]
-    notes = ([f"its {_NESTED} alone"] if is_part else []) + ([f"without {', '.join(unread)}"] if unread else [])
+    notes = ([f"its {TEXT_KEY} alone"] if is_part else []) + ([f"without {', '.join(unread)}"] if unread else [])
     if "tie_word_embeddings" not in flat:
         tied = bool(family.keys.defaults.get("tie_word_embeddings", False))
         notes.append(f"tie_word_embeddings, which is not in the file, is taken as {str(tied).lower()}")

@@ -116,6 +116,8 @@ def usual_length(family: Family, config: Config) -> int | None:
 
 def stated_length(config: Config) -> int | None:
     """Return the default tokens of a sample of a model without facts; None: its file has no limit."""
+    if isinstance(text := config.get("text_config"), Mapping):
+        config = {**text, **config}
     longest = next((config[key] for key in _LIMITS if isinstance(config.get(key), int)), None)
     return None if longest is None else min(USUAL_TOKENS, longest)
 

@@ -31,7 +31,7 @@ from shardwright.models.low_rank_targets import (
     paths_of,
     selected,
 )
-from shardwright.models.registry import facts_of
+from shardwright.models.registry import TRACED_TOWERS, facts_of
 from shardwright.types.low_rank import LOW_RANK
 from shardwright.types.model import EMBEDDING, HEAD, LayerType, Model, Parameter, base_type
 
@@ -70,6 +70,9 @@ def adapt(model: Model, adapter: Adapter, file: object) -> Model:
 
     Raises BadInput, naming `file`, where a target is not a module of the model, or cannot have them.
     """
+    if model.family in TRACED_TOWERS:
+        problem = f"low-rank matrices are not supported for {model.family}, whose towers are not described by module"
+        raise BadInput(file, problem, "leave out --lora")
     if _is_frozen_on_request(model):
         raise BadInput(file, "parts of the model are already frozen", "pass only one of --frozen and --lora")
     ends = map(_end, (*adapter.ranks, *adapter.alphas))

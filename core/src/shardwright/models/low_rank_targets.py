@@ -125,11 +125,12 @@ def stock_modules(model: Model) -> Iterator[StockModule]:
 def paths_of(model: Model) -> dict[Place, str]:
     """Return the prefix of each layer's module names in the stock model, which may have several lists of blocks."""
     if model.is_traced:
-        places = [f"{traced_of(model, kind).path}.{{}}" for kind in model.layers]
+        lists = (traced_of(model, kind).path for kind in model.layers)
+        places = [f"{path}.{{}}" if path else "" for path in lists]
     else:
         places = [facts_of(model).stock.places.get(base_type(kind), "model.layers.{}") for kind in model.layers]
     numbers = {place: count() for place in places}
-    blocks = (f"{place.format(next(numbers[place]))}." for place in places)
+    blocks = (f"{place.format(next(numbers[place]))}." if place else "" for place in places)
     return {EMBEDDING: "", HEAD: "", **dict(enumerate(blocks))}
 
 

@@ -38,9 +38,10 @@ USUAL = ("deepseek_v3", "mixtral", "llama", "gpt2")
 """Families that models of most other types are like, the most special first."""
 _UNFIT = {
     "qwen2_5_vl": "mrope_section and window_size follow the size of each image, which its configuration does not hold",
-    "gemma3n": "its images go through a convolutional network of the package timm, which has no blocks",
 }
 """Reasons why models of a type cannot be trained, for types that users are likely to try."""
+TRACED_TOWERS = {"gemma3n": "its tower is a network of the package timm, and its blocks take more than hidden states"}
+"""The types with a vision tower that a trace describes, and why each is planned only."""
 
 
 def refusal(model_type: object, usual: str) -> str:
@@ -51,10 +52,10 @@ def refusal(model_type: object, usual: str) -> str:
 
 def check_trained(name: str, file: object) -> None:
     """Raise BadInput for a family whose models are described and planned only."""
-    family = FAMILIES.get(name)
-    if family is not None and family.untrained is not None:
+    untrained = FAMILIES[name].untrained if name in FAMILIES else TRACED_TOWERS.get(name)
+    if untrained is not None:
         remedy = "plan it, or train its language model by itself"
-        raise BadInput(file, f"models of the family {name} are planned, not trained: {family.untrained}", remedy)
+        raise BadInput(file, f"models of the family {name} are planned, not trained: {untrained}", remedy)
 
 
 def facts_of(model: Model) -> Family:

@@ -39,4 +39,4 @@ class Traced(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_
     of_experts: tuple[str, ...] = ()
     """Of the head: names of modules that peft may take for parameters of experts, wherever they are."""
     path: str = ""
-    """The list of blocks in the stock model that a block is in."""
+    """The list of blocks in the stock model that a block is in; empty if its parameters have their full names."""

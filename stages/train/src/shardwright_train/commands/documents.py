@@ -15,7 +15,7 @@ from shardwright.models.description import USUAL_TOKENS, model_of_config, stated
 from shardwright.models.frozen import FrozenPart, freeze
 from shardwright.models.low_rank import adapt
 from shardwright.models.mtp import DEPTHS_KEY, with_mtp
-from shardwright.models.registry import FAMILIES
+from shardwright.models.registry import FAMILIES, TRACED_TOWERS
 from shardwright.types import Model, Plan
 from shardwright_train.data.corpora import Source
 from shardwright_train.data.split import LossOn
@@ -152,6 +152,7 @@ def describe_folder(
     with without_collection():
         from shardwright_train.models.base import family_named
         from shardwright_train.models.description import describe
+        from shardwright_train.models.gemma3n import GEMMA3N, describe_gemma3n
         from shardwright_train.models.traced import describe_by_trace, is_traced
 
     # One line says what is wrong. Importing transformers sets its level, so this comes after.
@@ -162,7 +163,12 @@ def describe_folder(
             length = sequence_length or stated_length(config)
             if length is None:
                 raise BadInput("--sequence-length", f"{file} does not state the sample length", "give it, in tokens")
-            model, ignored = describe_by_trace(config, name, length), None
+            ignored = None
+            if config["model_type"] == GEMMA3N:
+                model, assumed = describe_gemma3n(config, name, length)
+                notes = (*notes, *assumed, f"its plans are not trained here: {TRACED_TOWERS[GEMMA3N]}")
+            else:
+                model = describe_by_trace(config, name, length)
         else:
             read = read_config(given, file, taken_as)
             facts, notes = FAMILIES[read.config["model_type"]], read.notes

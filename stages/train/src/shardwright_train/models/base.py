@@ -413,6 +413,7 @@ def _within(parameter: str, paths: tuple[str, ...]) -> bool:
 def family_of(model: Model, file: object) -> Family:
     """The family of a described model; raises BadInput as `family_named` does."""
     if model.is_traced:
+        check_trained(model.family, file)
         made: Family = resolve_name(f"{__package__}.as_stock:as_stock")(model.family)
         return made
     return family_named(model.family, file)

@@ -87,7 +87,7 @@ def built(config: Mapping[str, Any], *, plain: bool = False) -> Whole:
     kind = config["model_type"]
     stock = stock_class(kind)
     made = config_class(stock, kind)
-    _check_keys(config, keys_of(made))
+    check_keys(config, keys_of(made))
     _check_layers(config, made)
     by_name = stock._supports_attention_backend and stock._supports_flash_attn
     parsed = configured(stock, config, TRACED if by_name and not plain else plain_kernel(stock))
@@ -180,7 +180,7 @@ def _check_layers(config: Mapping[str, Any], config_class: Any) -> None:
         raise ValueError(f"{key} {number} is not from 1 to {MAX_BUILT_LAYERS}")
 
 
-def _check_keys(config: Mapping[str, Any], known: frozenset[str]) -> None:
+def check_keys(config: Mapping[str, Any], known: frozenset[str]) -> None:
     """Raise ValueError for a key that looks like a misspelled one; other unknown keys have no effect."""
     declared = known | NOTES | read_keys().others
     for key in sorted(config.keys() - declared):
@@ -205,10 +205,10 @@ def _size(module: nn.Module) -> int:
 
 
 def _kinds(blocks: nn.ModuleList, listed: list[str] | None) -> tuple[str, ...]:
-    """Return the type of each block: equal class, equal parameters and equal entry in layer_types mean equal type."""
+    """Return the type of each block: equal class, parameters, settings and entry in layer_types mean equal type."""
     typed = listed if listed is not None and len(listed) == len(blocks) else [BLOCK] * len(blocks)
     alike = [
-        (str(word), type(block), tuple((name, p.shape) for name, p in block.named_parameters()))
+        (str(word), type(block), tuple((name, p.shape) for name, p in block.named_parameters()), _settings(block))
         for word, block in zip(typed, blocks, strict=True)
     ]
     if len(set(alike)) == 1:
@@ -219,6 +219,19 @@ def _kinds(blocks: nn.ModuleList, listed: list[str] | None) -> tuple[str, ...]:
             same = sum(word == each[0] for word, *_ in names)
             names[each] = f"{each[0]}_{same + 1}" if same else each[0]
     return tuple(names[each] for each in alike)
+
+
+def _settings(block: nn.Module) -> tuple[Any, ...]:
+    """Return what a block's modules do differently from others of their class, as Gemma 3n's that pass on their keys.
+
+    Integers are left out: one of them is the block's number.
+    """
+    return tuple(
+        (path, key, value)
+        for path, module in block.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, bool | float | str)
+    )
 
 
 def _check_length(config: Any, sequence_length: int) -> None:
