@@ -12,9 +12,7 @@ from shardwright_search.explain.levers import levers
 from shardwright_search.search import SearchAnswer, find_best
 
 CHANGED = {
-    "without recompute full": {"recompute": Recompute.NONE},
-    "without recompute selective": {"recompute": Recompute.NONE},
-    "without recompute norms+activations": {"recompute": Recompute.NONE},
+    **{f"without recompute {kind}": {"recompute": Recompute.NONE} for kind in Recompute},
     "without offload optimizer": {"offload": Offload.NONE},
     "zero2 for zero3": {"data_parallel": DataParallel.ZERO2},
     "ddp for zero2": {"data_parallel": DataParallel.DDP, "shard_size": 0},
