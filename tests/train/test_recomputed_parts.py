@@ -1,6 +1,7 @@
 """Parts recomputed one by one: results that nobody keeps, the same gradients, the memory that is predicted."""
 
 import weakref
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from torch.nn.functional import layer_norm, linear, silu
 
 from shardwright.io import BadInput
 from shardwright.models.description import model_of_config
+from shardwright.plan.communication import step_messages
 from shardwright.types import (
     RECOMPUTE_SETS,
+    RECOMPUTE_WHOLE,
     Attention,
     LayerStrategy,
     Offload,
@@ -24,7 +27,9 @@ from shardwright.types import (
     Recompute,
     RecomputedPart,
     Schedule,
+    SequenceParallel,
     Strategy,
+    misfit,
 )
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.systems.registry import SYSTEMS
@@ -95,11 +100,69 @@ def test_a_result_that_is_changed_in_place_is_refused() -> None:
         recomputation.by_part(changed, x)
 
 
+class _HalfBlock(_Block):
+    """The same block, whose feed-forward part is recomputed as a whole, with norms inside and outside it."""
+
+    def _fed(self, hidden_states: Tensor) -> Tensor:
+        inside = self.recomputation.freed(self._norm, hidden_states)
+        return linear(silu(linear(inside, self.gate)) * linear(inside, self.up), self.down)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.recomputation.freed(self._norm, x)
+        self.freed.append(weakref.ref(normed.untyped_storage()))
+        states = {"hidden_states": normed} if self.by_name else {}
+        return x + self.recomputation.full(self._fed, *(() if states else (normed,)), **states)
+
+    by_name = False
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_norm_that_enters_what_is_recomputed_as_a_whole_is_freed_and_computed_once_again(by_name: bool) -> None:
+    found = []
+    for frees in (False, True):
+        block = _HalfBlock(Recomputation(False, False, Recompute.MLP_NORMS.parts))
+        block.by_name = by_name
+        x = torch.randn(5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        y = block.recomputation.by_part(block, x) if frees else block(x)
+        assert [each() is None for each in block.freed] == [frees]
+        y.square().sum().backward()
+        assert block.computed == 3 + frees  # that inside is computed twice in any case
+        found.append([x.grad, *(p.grad for p in block.parameters())])
+    assert all(a is not None and torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_sets_name_their_parts() -> None:
     named = {kind: {part.value for part in kind.parts} - {"expert_activations"} for kind in RECOMPUTE_SETS}
     assert named.pop(Recompute.LIGHT) == {RecomputedPart.NORMS, RecomputedPart.LATENTS}
-    assert all("+".join(sorted(parts, key=kind.value.index)) == kind.value for kind, parts in named.items())
-    assert len(set(map(frozenset, named.values()))) == len(named) == 7
+    for kind, parts in named.items():
+        assert "+".join(filter(None, (kind.half, *sorted(parts, key=kind.value.index)))) == kind.value
+        assert not parts & {None: set(), "attention": {"latents"}, "mlp": {"activations"}}[kind.half]
+    assert len({(kind.half, frozenset(parts)) for kind, parts in named.items()}) == len(named) == 13
+    assert {kind.half for kind in RECOMPUTE_WHOLE} == {None, Recompute.ATTENTION, Recompute.MLP}
+
+
+def test_messages_are_those_of_the_half_that_is_recomputed_as_a_whole() -> None:
+    for family, split in product(("llama", "bert", "mixtral"), SequenceParallel):
+        plan = random_plan(tiny(family), 0, 4, stages=1)
+        sharding = {"tp_size": 2, "dp_size": 2, "sequence_parallel": split}
+        if misfit(plan.model, plan.model.layers[0], Strategy(**sharding)) is not None:
+            continue
+        for kind in (kind for kind in RECOMPUTE_SETS if kind.half):
+            sent = [
+                list(
+                    step_messages(
+                        replace(
+                            plan,
+                            layers=tuple(
+                                LayerStrategy(type=name, recompute=each, **sharding) for name in plan.model.layers
+                            ),
+                        ),
+                        0,
+                    )
+                )
+                for each in (kind, kind.half)
+            ]
+            assert sent[0] == sent[1] != []
 
 
 def _plan(recompute: Recompute) -> Plan:
@@ -138,3 +201,6 @@ def test_what_does_not_free_results_refuses_sets_by_name() -> None:
     for name in ("megatron", "torchtitan"):
         with pytest.raises(BadInput, match=r"layers\[0\]: recompute norms"):
             SYSTEMS[name].export(plan, "plan")
+        halves = tuple(replace(layer, recompute=Recompute.MLP_NORMS) for layer in plan.layers)
+        with pytest.raises(BadInput, match=r"layers\[0\]: recompute mlp\+norms"):
+            SYSTEMS[name].export(replace(plan, layers=halves), "plan")

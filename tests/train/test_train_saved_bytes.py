@@ -135,12 +135,20 @@ PARTS = tuple(
     for kind in (Recompute.NORMS, Recompute.ACTIVATIONS, Recompute.NORMS_ACTIVATIONS)
     for split in (SequenceParallel.MEGATRON, SequenceParallel.ULYSSES, SequenceParallel.NONE)
 )
+HALVES = tuple(
+    (family, {"recompute": kind, "sequence_parallel": split})
+    for kind in (Recompute.MLP_NORMS, Recompute.ATTENTION_NORMS, Recompute.ATTENTION_NORMS_ACTIVATIONS)
+    for family, split in zip(
+        ("llama", "bert", "glm4", "cohere", "qwen3", "gpt2"), (*SequenceParallel, *SequenceParallel), strict=True
+    )
+)
 
 
-@pytest.mark.parametrize(("family", "layer"), rest_long(4, PARTS))
+@pytest.mark.parametrize(("family", "layer"), (*rest_long(4, PARTS), *rest_long(2, HALVES)))
 def test_parts_recomputed_one_by_one_free_what_is_estimated(family: str, layer: dict[str, Any]) -> None:
     """All but the float32 sums of norms, of which there is one a position."""
-    plans = plan_of(family, **layer), plan_of(family, **layer | {"recompute": Recompute.NONE})
+    beside = layer["recompute"].half or Recompute.NONE
+    plans = plan_of(family, **layer), plan_of(family, **layer | {"recompute": beside})
     machine = Machine(1e12, 1e12, Link(1e12, 0.0))
     estimated = [
         sum(

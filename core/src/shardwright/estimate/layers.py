@@ -135,6 +135,10 @@ class _Share(NamedTuple):
         """Return the bytes saved of a part's inputs and outputs, including norms and dropout."""
         return self.samples * (part.outside * self.itemsize + part.outside_bytes) * self.outside
 
+    def normed_bytes(self, part: Part) -> float:
+        """Return the bytes among these that norms give to products."""
+        return self.samples * self.itemsize * part.normed * self.outside
+
     def between_bytes(self, part: Part) -> float:
         """Return the bytes saved of a part that is recomputed by itself: its input, after the norm except in BERT."""
         if part.norm_inside:
@@ -202,10 +206,12 @@ def estimate_layer(
     recompute = getattr(strategy, "recompute", Recompute.NONE)
     machine = machine._replace(held=machine.held.under(recompute))
     # Norms that are recomputed keep what one of a single kernel does.
-    normed = parts
+    normed = parts = _with_half(parts, recompute)
     if RecomputedPart.NORMS in recompute.parts:
         single = layer_parts(model, type_name, True, machine.compiled)
-        normed = tuple(part.with_norms_of(each) for part, each in zip(parts, single, strict=True))
+        normed = tuple(
+            part.with_norms_of(each, recompute.half != part.name) for part, each in zip(parts, single, strict=True)
+        )
     replayed = _replayed(parts, recompute)
     both = Pass.FORWARD, Pass.BACKWARD
     there, back = (_messages(model, type_name, strategy, micro_batch_size, share.itemsize, way) for way in both)
@@ -374,7 +380,7 @@ def estimate_memory(
     """Return the bytes of a layer's activations and of its workspace, with norms and activations of one kernel each."""
     recompute = getattr(strategy, "recompute", Recompute.NONE)
     parts, share = layer_parts(model, type_name, True), _share(strategy, micro_batch_size, precision, attention)
-    habits = OURS.under(recompute)
+    parts, habits = _with_half(parts, recompute), OURS.under(recompute)
     kept = [habits.part(part, share.itemsize, None, share.inside < 1) for part in parts]
     return _memory(kept, share, recompute, habits, parts)
 
@@ -388,8 +394,21 @@ def masks_bytes(model: Model, precision: Precision, attention: Attention) -> int
     return len(windows) * model.sequence_length**2 * ITEMSIZE[precision.compute]
 
 
+def _with_half(parts: Sequence[Part], recompute: Recompute) -> tuple[Part, ...]:
+    """Return the parts without norms inside a half that is recomputed as a whole: none is freed by itself."""
+    if recompute.half is None:
+        return tuple(parts)
+    inside = [part.name == recompute.half for part in parts]
+    # What a half gives of its norm is what the next part is given.
+    given = [False, *(each and part.norm_inside for each, part in zip(inside, parts, strict=True))]
+    return tuple(
+        replace(part, normed=0 if of_norm else part.normed, whole_normed=0 if within else part.whole_normed)
+        for part, within, of_norm in zip(parts, inside, given, strict=False)
+    )
+
+
 def _replayed(parts: Sequence[Part], recompute: Recompute) -> list[Part]:
-    return [part for part in parts if recompute in (Recompute.FULL, Recompute.SELECTIVE, part.name)]
+    return [part for part in parts if recompute.replays(part.name)]
 
 
 def _memory(
@@ -410,12 +429,14 @@ def _memory(
         again -= sum(share.product_bytes(part) for part in parts)
     else:
         between = sum(share.between_bytes(part) for part in replayed)
+        if RecomputedPart.NORMS in recompute.parts:
+            between -= sum(part.norm_inside * share.normed_bytes(part) for part in replayed)
         held, again = kept + between, again - between
     if recompute.parts:
-        pairs = zip(parts, computed, strict=True)
+        rest = ((part, each) for part, each in zip(parts, computed, strict=True) if part not in replayed)
         # What a norm gives is there again when more has been released.
-        freed = max(each.inside - habits.fused_gate * each.gate - part.inside for part, each in pairs)
-        again = share.samples * share.itemsize * freed * share.inside
+        freed = max((each.inside - habits.fused_gate * each.gate - part.inside for part, each in rest), default=0)
+        again = max(again, share.samples * share.itemsize * freed * share.inside)
     once = sum(share.once_bytes(part) for part in parts)
     return round(held), round(again + once + max(share.widest_bytes(part) for part in parts))
 

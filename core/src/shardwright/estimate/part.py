@@ -117,10 +117,13 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the matrices' elements that are trained; for the others only the gradient of their inputs is
     computed."""
 
-    def with_norms_of(self, other: "Part") -> "Part":
-        """Return the part with what the norms of the same part, of other kernels, keep and move."""
+    def with_norms_of(self, other: "Part", inside: bool = True) -> "Part":
+        """Return the part with what the norms of the same part, of other kernels, keep and move.
+
+        `inside`: whether those of its region, too.
+        """
         changed = {name: getattr(other, name) for name in ("outside", "outside_bytes", "outside_operator_bytes")}
-        if self.name == "attention":
+        if inside and self.name == "attention":
             names = "inside", "inside_bytes", "operator_bytes", "whole", "whole_bytes"
             changed |= {name: getattr(other, name) for name in names}
         return msgspec.structs.replace(self, **changed)

@@ -159,9 +159,11 @@ def region_messages(
     # Levels of a pyramid hand on other sizes than the embedding does: a layer's messages are of its own outputs.
     tensors = tensors_of(model, kind)
     for index, (region, regathered) in enumerate(zip(kind.regions, regathers(kind), strict=True)):
-        alone = recompute.value == region.name
-        replays = recompute in (Recompute.FULL, Recompute.SELECTIVE) or alone
-        ends = (alone or index == len(kind.regions) - 1) and recompute.value not in region.replays_sum
+        alone = recompute.half == region.name
+        replays = recompute.replays(region.name)
+        ends = (alone or index == len(kind.regions) - 1) and (
+            recompute.half or recompute
+        ).value not in region.replays_sum
         if axes.exchanges_heads:
             sizes = {name: positions * tensor.sequence_length // context for name, tensor in tensors.items()}
             yield from sent_through(kind, _ulysses_messages(region, ranks, sizes, replays, microbatches))

@@ -72,7 +72,7 @@ def context_messages(
     for numel, _, ranks in keys_and_values(kind, strategy, samples, tensors):
         size, reduced = numel * compute_itemsize, numel * reduce_itemsize
         if is_ring:
-            again = 1 + (recompute in (Recompute.FULL, Recompute.ATTENTION))
+            again = 1 + (recompute.replays("attention") and recompute is not Recompute.SELECTIVE)
             steps = (
                 (Pass.FORWARD, size, ranks - 1),
                 (Pass.BACKWARD, size, again * (ranks - 1)),

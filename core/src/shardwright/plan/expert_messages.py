@@ -41,7 +41,7 @@ def expert_messages(
     if kind.experts is UNSET:
         return
     recompute = getattr(strategy, "recompute", Recompute.NONE)
-    replays = recompute in (Recompute.FULL, Recompute.SELECTIVE, Recompute.MLP)
+    replays = recompute.replays_experts
     passes = (Pass.FORWARD, Pass.BACKWARD) if replays else (Pass.FORWARD,)
     axes = axes_of(strategy)
     here = axes.rank_samples(samples)

@@ -69,17 +69,38 @@ class Recompute(StrEnum):
     LIGHT = "light"
     """Results of norms, of experts' activation functions, and of products with latents are recomputed, as Megatron-LM's
     modules layernorm, moe_act and mla_up_proj do."""
+    ATTENTION_NORMS = "attention+norms"
+    """Attention as a whole, and norms outside it."""
+    ATTENTION_ACTIVATIONS = "attention+activations"
+    """Attention as a whole, and activation functions outside it."""
+    ATTENTION_NORMS_ACTIVATIONS = "attention+norms+activations"
+    """All three."""
+    MLP_NORMS = "mlp+norms"
+    """The feed-forward part as a whole, and norms outside it."""
+    MLP_LATENTS = "mlp+latents"
+    """The feed-forward part as a whole, and products with latents."""
+    MLP_NORMS_LATENTS = "mlp+norms+latents"
+    """All three."""
+
+    @property
+    def half(self) -> "Recompute | None":
+        """Return the half of a layer that alone is recomputed as a whole, attention or mlp; None if neither is."""
+        return next((kind for kind in (Recompute.ATTENTION, Recompute.MLP) if kind in self.split("+")), None)
+
+    def replays(self, part: str) -> bool:
+        """Return whether the backward pass recomputes a part of the layer as a whole, such as `attention`."""
+        return self in (Recompute.FULL, Recompute.SELECTIVE) or self.half == part
 
     @property
     def replays_experts(self) -> bool:
         """Return whether the backward pass recomputes the experts, and the part of the layer before them."""
-        return self in (Recompute.FULL, Recompute.SELECTIVE, Recompute.MLP)
+        return self.replays("mlp")
 
     @property
     def parts(self) -> frozenset["RecomputedPart"]:
         """Return the parts of the layer that are recomputed one by one, each just before something reads its results.
 
-        There are none if whole parts of the layer are recomputed.
+        There are none in what is recomputed as a whole.
         """
         if self is Recompute.LIGHT:
             return frozenset((RecomputedPart.NORMS, RecomputedPart.EXPERT_ACTIVATIONS, RecomputedPart.LATENTS))
@@ -101,7 +122,7 @@ class RecomputedPart(StrEnum):
 
 
 RECOMPUTE_SETS = tuple(kind for kind in Recompute if kind.parts)
-"""The kinds that recompute parts one by one."""
+"""The kinds that recompute parts one by one, some beside a whole half of the layer."""
 RECOMPUTE_WHOLE = tuple(kind for kind in Recompute if not kind.parts)
 """The kinds that recompute nothing, or whole layers, halves of layers, or all but products."""
 

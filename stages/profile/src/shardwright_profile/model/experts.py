@@ -14,7 +14,6 @@ from shardwright.io.table import Source, Sourced
 from shardwright.key import ExpertKey
 from shardwright.plan.axes import Layout, layout_of
 from shardwright.types import (
-    RECOMPUTE_SETS,
     ExpertMeasurement,
     Measurement,
     Model,
@@ -25,12 +24,14 @@ from shardwright.types import (
 from shardwright.types.model_profile import ExpertRow, LayerFigures, LayerRow
 from shardwright_profile.model.probe_results import ProbeResult
 
-_OF_EXPERTS = {
-    kind: Recompute.ACTIVATIONS if RecomputedPart.EXPERT_ACTIVATIONS in kind.parts else Recompute.NONE
-    for kind in RECOMPUTE_SETS
-}
-_SAME = {Recompute.ATTENTION: Recompute.NONE, Recompute.MLP: Recompute.FULL, **_OF_EXPERTS}
-"""Kinds of recomputation that do to experts what another does."""
+
+def _of_experts(kind: Recompute) -> Recompute:
+    """Return the kind of recomputation that is measured for what this one does to experts."""
+    if kind.replays_experts:
+        return Recompute.SELECTIVE if kind is Recompute.SELECTIVE else Recompute.FULL
+    return Recompute.ACTIVATIONS if RecomputedPart.EXPERT_ACTIVATIONS in kind.parts else Recompute.NONE
+
+
 _LEAST = 0.01
 """The least share of a layer's time that remains without its experts, if noise hides the remainder."""
 
@@ -84,7 +85,7 @@ def _expert_rows(
             Sourced(one.workspace_bytes, Source.MEASURED),
         )
         for kind in asked:
-            if _SAME.get(kind, kind) is one.probe.recompute:
+            if _of_experts(kind) is one.probe.recompute:
                 yield ExpertRow.from_figures(ExpertKey.from_fields(one.probe, recompute=kind), figures)
 
 

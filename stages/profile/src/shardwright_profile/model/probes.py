@@ -204,7 +204,7 @@ def _expert_probes(
 ) -> Iterator[ExpertProbe]:
     """Yield the probes of experts: without recomputation, and with each kind that recomputes experts."""
     kinds = [kind for kind in _EXPERT_KINDS if kind in settings.recompute or kind is Recompute.NONE]
-    if Recompute.MLP in settings.recompute and Recompute.FULL not in kinds:
+    if any(kind.half is Recompute.MLP for kind in settings.recompute) and Recompute.FULL not in kinds:
         kinds.append(Recompute.FULL)
     if any(RecomputedPart.EXPERT_ACTIVATIONS in kind.parts for kind in settings.recompute):
         kinds.append(Recompute.ACTIVATIONS)

@@ -230,7 +230,7 @@ def _recomputed_parts(options: AdviseOptions, model: Model) -> Iterator[Recomput
         raise BadInput("--recompute parts", f"parts of {model.family} blocks are not known", "leave it out")
     latents = facts.attention.latents(facts.configured(model.config)) is not None
     for kind in RECOMPUTE_SETS:
-        if kind is not Recompute.LIGHT and (latents or RecomputedPart.LATENTS not in kind.parts):
+        if kind is not Recompute.LIGHT and kind.half is None and (latents or RecomputedPart.LATENTS not in kind.parts):
             yield kind
 
 

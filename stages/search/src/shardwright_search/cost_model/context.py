@@ -203,7 +203,7 @@ def _ring_times(
         return Duration(overlapped_time(block_s, send, slowdowns) * (both.ranks - 1), send.warning)
 
     recompute = getattr(layer.strategy, "recompute", Recompute.NONE)
-    again = recompute in (Recompute.FULL, Recompute.ATTENTION)
+    again = recompute.replays("attention") and recompute is not Recompute.SELECTIVE
     sent, gradients = (both.numel // both.ranks * itemsize for itemsize in layer.itemsizes)
     forward_s, backward_s = (each / both.ranks for each in (attention[0], attention[1] - again * attention[0]))
     forward, home = step(forward_s, sent), exchange_time(profiles, alone, across, gradients)

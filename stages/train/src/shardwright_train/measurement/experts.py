@@ -132,7 +132,7 @@ def _recomputed(compute: Callable[..., Tensor], recompute: Recompute) -> Callabl
     recomputation = Recomputation(keeps_last=False, parts=recompute.parts)
     plain = partial(compute, recomputation=recomputation)
     match recompute:
-        case Recompute.FULL | Recompute.MLP:
+        case _ if recompute is Recompute.FULL or recompute.half is Recompute.MLP:
             return partial(recomputation.full, plain)
         case Recompute.SELECTIVE:
             return partial(recomputation.selective, plain)

@@ -153,13 +153,24 @@ class Recomputation:
         self._numbers: _KeptNumbers | None = None
 
     def full(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return a function's result, saving only its inputs; the function seeds its own random numbers."""
+        """Return a function's result, saving only its inputs; the function seeds its own random numbers.
+
+        Inputs that are results of parts are freed, too; nothing inside is freed by itself.
+        """
+        # PyTorch saves the tensors among positional arguments, so that hooks see them; it must not get them otherwise.
+        count = len(args)
+        names = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
+        others = {name: value for name, value in kwargs.items() if name not in names}
+
+        def run(*given: Any) -> Any:
+            return function(*given[:count], **others, **dict(zip(names, given[count:], strict=True)))
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
             numbers = _KeptNumbers()
             return self._with(numbers, None, nullcontext()), self._with(numbers, None, nullcontext())
 
-        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
+        given = *args, *(kwargs[name] for name in names)
+        return checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
     def selective(self, function: Callable[..., Any], *args: Any) -> Any:
         """A function's result, keeping its inputs, products, attention and sums over ranks for backward."""
@@ -226,11 +237,13 @@ class Recomputation:
     def _with(
         self, numbers: _KeptNumbers, kept: KeptResults | None, keeping: AbstractContextManager[Any]
     ) -> Iterator[None]:
+        freed, self._freed = self._freed, None
         self._kept, self._numbers = kept, numbers
         try:
             with keeping:
                 yield
         finally:
+            self._freed = freed
             self._kept = self._numbers = None
             numbers.replays = True
 
@@ -249,7 +262,7 @@ def apply_activation_checkpointing(
     Each part draws from a seed of its own, so that it draws the same whether it is recomputed or not.
     """
     for name in (*parts.attention, *parts.mlp):
-        repeats = recomputation if part_of(name, parts) is recompute else None
+        repeats = recomputation if part_of(name, parts) is recompute.half else None
         replace_callable(block, name, partial(_seeded, name, randomness, repeats))
 
 
@@ -259,10 +272,10 @@ def compile_block(block: nn.Module, parts: Parts, recompute: Recompute, gathers:
     `gathers`: whether its parts begin with a gather of the sequence, which is repeated in the backward pass.
     """
     for name in dict.fromkeys((*parts.attention, *parts.mlp)):
-        if part_of(name, parts) is recompute:
+        if part_of(name, parts) is recompute.half:
             replace_callable(block, name, partial(_recomputed, None))
     for name in parts.enter if gathers else ():
-        if recompute not in (Recompute.FULL, Recompute.SELECTIVE, part_of(name, parts)):
+        if not recompute.replays(part_of(name, parts)):
             replace_callable(block, name, partial(_recomputed, _all_but_gathers))
     if recompute is Recompute.SELECTIVE:
         block.forward = _recomputed(_selective, block.forward)

@@ -153,14 +153,14 @@ def parallelize(
         parameter.requires_grad_(name not in style.frozen)
     if (parts := style.parts) is not None:
         for name in parts.enter:
-            replayed = recompute in (Recompute.FULL, Recompute.SELECTIVE, part_of(name, parts))
+            replayed = recompute.replays(part_of(name, parts))
             enters = sharings[root_of[name]].tensor_parallel
             enter_before(module.get_submodule(name), enters, keeps=replayed or style.compile)
         style.after_split(module, tensor_parallel)
         # Ulysses: the sequence is sharded everywhere; attention exchanges positions for heads. Context parallelism:
         # positions attend to those of other ranks.
         if tensor_parallel.attends_apart:
-            keeps = recompute in (Recompute.FULL, Recompute.SELECTIVE, Recompute.ATTENTION)
+            keeps = recompute.replays("attention")
             context = getattr(strategy, "context", ContextParallel.GATHER)
             share_attention(module, tensor_parallel, style.attention, torch_dtype(precision.reduce), keeps, context)
         if freed is not None:
