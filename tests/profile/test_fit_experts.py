@@ -38,7 +38,10 @@ CLUSTER = Cluster(
     nodes=(NodeGroup(node_type="n", count=1),),
     node_types={"n": NodeType(device="cpu", devices_per_node=2, memory_bytes=1 << 34)},
 )
-NONE, FULL, MLP, ATTENTION = Recompute.NONE, Recompute.FULL, Recompute.MLP, Recompute.ATTENTION
+NONE, FULL = Recompute.NONE, Recompute.FULL
+KEPT = (NONE, Recompute.ATTENTION, Recompute.ATTENTION_NORMS)
+REPLAYED = (FULL, Recompute.MLP, Recompute.MLP_NORMS_LATENTS)
+"""Kinds that keep what experts do, and that repeat it."""
 SETTINGS = ProfileSettings(
     tp_sizes=(1, 2), sequence_parallel=(SequenceParallel.MEGATRON,), recompute=tuple(RECOMPUTE_WHOLE),
     micro_batch_sizes=(2, 4),
@@ -66,15 +69,15 @@ def whole(recompute, tp_size=1, samples=2) -> LayerRow:
     """A layer that takes 7 ms a sample beside its experts, and twice that backward; all experts are the rank's."""
     rows = samples * LENGTH * 2 // tp_size
     inside, rest = experts_s(rows, 4, 1), 7e-3 * samples
-    replays = 3 if recompute in (FULL, MLP) else 2
-    kept = 30 * rows + 100 * rows * (recompute in (NONE, ATTENTION))
+    replays = 3 if recompute in REPLAYED else 2
+    kept = 30 * rows + 100 * rows * (recompute in KEPT)
     split = SequenceParallel.MEGATRON if tp_size > 1 else SequenceParallel.NONE
     key = LayerKey(
         type="sparse", tp_size=tp_size, sequence_parallel=split, recompute=recompute, micro_batch_size=samples,
         sequence_length=LENGTH,
     )  # fmt: skip
     times = inside + rest, replays * inside + 2 * rest
-    values = (*times, kept, 60 * rows + 100 * rows * (recompute in (FULL, MLP)))
+    values = (*times, kept, 60 * rows + 100 * rows * (recompute in REPLAYED))
     return LayerRow.from_figures(key, LayerFigures(*(Sourced(value, Source.MEASURED) for value in values)))
 
 
@@ -106,13 +109,13 @@ def test_layers_are_asked_for_whose_ranks_have_all_experts(probes):
 
 
 def test_experts_and_what_is_left_are_what_was_put_in(probes):
-    kinds = (NONE, FULL, MLP, ATTENTION)
+    kinds = (*KEPT, *REPLAYED)
     rows = [whole(kind, samples=samples) for kind in kinds for samples in (2, 4)]
     experts, rests = fitted(probes, *rows, apart=[whole(kind, 2) for kind in kinds])
     for row in experts:
         forward_s = experts_s(row.rows, row.experts, row.etp_size)
         assert row.forward_s == pytest.approx(forward_s)
-        assert row.backward_s == pytest.approx((3 if row.recompute in (FULL, MLP) else 2) * forward_s)
+        assert row.backward_s == pytest.approx((3 if row.recompute in REPLAYED else 2) * forward_s)
     assert {row.recompute for row in experts} == set(kinds)
     for row in rests:
         samples, positions = row.micro_batch_size, row.micro_batch_size * LENGTH // row.tp_size
