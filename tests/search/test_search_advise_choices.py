@@ -179,6 +179,9 @@ def test_each_kind_of_recomputation_that_is_documented_is_priced():
         held[kind] = evaluate(plan, question.profiles).estimate.memory_bytes
     assert held[Recompute.FULL] < held[Recompute.SELECTIVE] < held[Recompute.NONE]
     assert max(held[Recompute.MLP], held[Recompute.ATTENTION], held[Recompute.LIGHT]) < held[Recompute.NONE]
+    halves = [kind for kind in Recompute if kind.half not in (None, kind)]
+    # The model has no latents.
+    assert [kind for kind in halves if held[kind] >= held[kind.half]] == [Recompute.MLP_LATENTS]
 
 
 @pytest.mark.parametrize(
