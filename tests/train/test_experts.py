@@ -177,7 +177,7 @@ def test_the_compared_plans_share_experts_out_in_every_way() -> None:
     assert {grid.data_parallel for _, grid in shared if grid.dp_size > 1} == set(DataParallel)
     for axis in ("ep_size", "tp_size"):
         apart = [(layer, grid) for layer, grid in shared if getattr(grid, axis) > 1]
-        assert {layer.recompute for layer, _ in apart} >= set(RECOMPUTE_WHOLE)
+        assert {layer.recompute.half or layer.recompute for layer, _ in apart} >= set(RECOMPUTE_WHOLE)
         split = {layer.sequence_parallel for layer, _ in apart if layer.tp_size > 1}
         assert split >= {SequenceParallel.MEGATRON, SequenceParallel.ULYSSES}
 
