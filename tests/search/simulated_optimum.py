@@ -51,9 +51,13 @@ def hostile_world(seed: int) -> World:
 def without_order(rng: np.random.Generator, profile: ModelProfile) -> ModelProfile:
     """The profile with times that each option has at random, forward and backward."""
     rows = profile.layers.columns
+    keys = list(zip(*(np.asarray(rows[name]).tolist() for name in ("type", "tp_size", "recompute")), strict=True))
     kinds: dict[tuple[object, ...], np.ndarray] = {}
-    keys = zip(*(np.asarray(rows[name]).tolist() for name in ("type", "tp_size", "recompute")), strict=True)
-    factors = np.array([kinds.setdefault(key, rng.uniform(0.3, 3.0, 2)) for key in keys])
+    # Sets of parts have draws of their own: worlds that do not use them stay as they were without them.
+    own = np.random.default_rng(0)
+    for key in keys:
+        kinds.setdefault(key, (own if "norms" in str(key[2]) else rng).uniform(0.3, 3.0, 2))
+    factors = np.array([kinds[key] for key in keys])
     changed = {"forward_s": rows["forward_s"] * factors[:, 0], "backward_s": rows["backward_s"] * factors[:, 1]}
     return replace(profile, layers=Table(LayerRow, dict(rows) | changed))
 
