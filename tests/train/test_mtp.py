@@ -118,7 +118,8 @@ def test_copies_of_the_token_table_that_are_not_one_are_seen(two_ranks: Errors, 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_plans_on_four_ranks_train_exactly_as_one_process(compare: Compare) -> None:
-    plans = [_named(random_plan(model, n, 4), "drawn") for model in (V3, DENSE, TIED) for n in range(3)]
+    models = {"experts": V3, "dense": DENSE, "tied": TIED}
+    plans = [_named(random_plan(model, n, 4), name) for name, model in models.items() for n in range(3)]
     plans += [with_shared_experts(random_plan(model, n, 4), n) for model in (V3, SHARED) for n in range(122, 125)]
     plans += [with_context(random_plan(V3, 200, 4, stages=2), 200), uneven_plan(V3, 0, 4), bare_plan(DENSE, 1, 4)]
     plans += [split(random_plan(V3, 5, 4, stages=2)), *with_moved_activations([random_plan(V3, 6, 4, stages=2)])]
