@@ -14,13 +14,13 @@ received, or when the next chunk of the same stage takes it for its input. There
 chunk outputs are counted until their backward pass.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from shardwright.plan.schedules.passes import Action, Pass
+from shardwright.plan.schedules.passes import Pass
 from shardwright.plan.schedules.schedule import PipelineSchedule
 from shardwright.types import Model
 from shardwright_search.step.pareto import Ints, Numbers
@@ -148,75 +148,86 @@ class PassCounts(NamedTuple):
     makes: bool
     """True in the first backward pass of the chunk worked on."""
     unreceived: tuple[int, ...]
-    """Gradients by chunk that were sent and are not known to be received."""
+    """Gradients by chunk that were sent and are not known to be received, if backward passes are split."""
 
 
 def pass_counts(
     schedule: PipelineSchedule, num_stages: int, num_microbatches: int, stage: int, num_chunks: int
 ) -> Iterator[PassCounts]:
     """Yield the moment of every action of a stage, in order."""
-    peers = _Peers(schedule, num_stages, num_microbatches, stage, num_chunks)
-    made, pending = [False] * num_chunks, list[_Message]()
+    ways = (1, -1) if schedule.name.splits else (1,)
+    here = schedule.actions(num_stages, num_microbatches, stage, num_chunks)
+    sides = _sides(schedule, num_stages, num_microbatches, stage, num_chunks, ways)
+    made, unread = [False] * num_chunks, {way: [0] * num_chunks for way in (1, -1)}
     kept = {kind.needs: [0] * num_chunks for kind in schedule.kinds if kind.needs is not None}
     in_flight, later = kept[Pass.FORWARD], [counts for needs, counts in kept.items() if needs != Pass.FORWARD]
-    leaves = [peers.message(Action(Pass.FORWARD, 0, chunk), 1) is not None for chunk in range(num_chunks)]
-    for action in peers.lists[stage]:
-        kind, _, chunk = action
+    leaves = [(chunk, 1) in sides for chunk in range(num_chunks)]
+    for number, (kind, microbatch, chunk) in enumerate(here):
         if kind.needs is not None:
             kept[kind.needs][chunk] -= 1
-        if (heard := peers.heard_with(action)) is not None:
-            pending = [each for each in pending if each.peer != heard.peer or each.taken_at > heard.taken_at]
-        outputs, gradients = ([0] * num_chunks for _ in (1, -1))
-        for each in pending:
-            (outputs if each.way > 0 else gradients)[each.chunk] += 1
-        freed = tuple((count - outputs[at]) * leaves[at] for at, count in enumerate(in_flight))
+        if (side := sides.get((chunk, -kind.way))) is not None:
+            # What comes from this stage itself is taken with the action.
+            known = number if side.is_own else side.numbers[kind, microbatch, side.chunk]
+            for each in side.waiting:
+                unread[each.way][each.chunk] -= each.taken_at <= known
+            side.waiting[:] = [each for each in side.waiting if each.taken_at > known]
+        freed = tuple((count - unread[1][at]) * leaves[at] for at, count in enumerate(in_flight))
         deferred, makes = tuple(map(sum, zip(*later, strict=True))), kind.makes_gradients and not made[chunk]
-        yield PassCounts(kind, chunk, tuple(in_flight), deferred, freed, tuple(made), makes, tuple(gradients))
+        yield PassCounts(kind, chunk, tuple(in_flight), deferred, freed, tuple(made), makes, tuple(unread[-1]))
         if kind in kept:
             kept[kind][chunk] += 1
         made[chunk] |= kind.makes_gradients
-        if kind.way and (sent := peers.message(action, kind.way)) is not None:
-            pending.append(sent)
+        if kind.way in ways and (side := sides.get((chunk, kind.way))) is not None:
+            side.waiting.append(_Sent(side.numbers[kind, microbatch, side.chunk], kind.way, chunk))
+            unread[kind.way][chunk] += 1
 
 
-class _Message(NamedTuple):
-    """A message between a chunk of a stage and a peer: another stage, or the stage's next chunk."""
+class _Sent(NamedTuple):
+    """A message that its receiver is not known to have taken."""
 
-    peer: int
     taken_at: int
-    """Number of the peer's action that it is for, or that it comes from."""
+    """Number of the receiver's action that it is for."""
     way: int
     chunk: int
-    """The chunk at this side."""
+    """The chunk of the sender."""
 
 
-class _Peers:
-    """The actions of a stage and of those with which it exchanges messages."""
+class _Side(NamedTuple):
+    """The chunk with which a stage's chunk exchanges messages: of another stage, or of the same one."""
 
-    def __init__(
-        self, schedule: PipelineSchedule, num_stages: int, num_microbatches: int, stage: int, num_chunks: int
-    ) -> None:
-        self.stage, self.way = stage, schedule.name.way(num_stages, num_chunks)
-        self.index = {place: number for number, place in enumerate(self.way)}
-        ends = [self.index[stage, chunk] + step for chunk in range(num_chunks) for step in (-1, 1)]
-        peers = {self.way[end][0] for end in ends if 0 <= end < len(self.way)} | {stage}
-        self.lists = {peer: schedule.actions(num_stages, num_microbatches, peer, num_chunks) for peer in peers}
-        self.numbers = {peer: {action: i for i, action in enumerate(own)} for peer, own in self.lists.items()}
+    chunk: int
+    is_own: bool
+    numbers: Mapping[tuple[Pass, int, int], int]
+    """Those of the actions of its stage."""
+    waiting: list[_Sent]
+    """Messages that its stage is not known to have taken."""
 
-    def message(self, action: Action, step: int) -> _Message | None:
-        """Return the message between an action and the same pass a step further along the way; None at its ends."""
-        there = self.index[self.stage, action.chunk] + step
-        if not 0 <= there < len(self.way):
-            return None
-        peer, chunk = self.way[there]
-        return _Message(peer, self.numbers[peer][action._replace(chunk=chunk)], step, action.chunk)
 
-    def heard_with(self, action: Action) -> _Message | None:
-        """Return the message that an action begins with; what comes from this stage is taken with the action itself."""
-        heard = self.message(action, -action.kind.way) if action.kind.way else None
-        if heard is not None and heard.peer == self.stage:
-            return heard._replace(taken_at=self.numbers[self.stage][action])
-        return heard
+def _sides(
+    schedule: PipelineSchedule,
+    num_stages: int,
+    num_microbatches: int,
+    stage: int,
+    num_chunks: int,
+    ways: Sequence[int],
+) -> dict[tuple[int, int], _Side]:
+    """Return the neighbours along the way by chunk and step, 1 or -1, of stages that receive messages of these ways."""
+    way = schedule.name.way(num_stages, num_chunks)
+    index = {place: number for number, place in enumerate(way)}
+    ends = ((chunk, step, index[stage, chunk] + step) for chunk in range(num_chunks) for step in (1, -1))
+    places = {(chunk, step): way[end] for chunk, step, end in ends if 0 <= end < len(way)}
+    receivers = dict.fromkeys(peer for (_, step), (peer, _) in places.items() if step in ways)
+    lists = {peer: schedule.actions(num_stages, num_microbatches, peer, num_chunks) for peer in receivers}
+    numbers = {
+        peer: dict[tuple[Pass, int, int], int]((action, i) for i, action in enumerate(own))
+        for peer, own in lists.items()
+    }
+    waiting = {peer: list[_Sent]() for peer in receivers}
+    return {
+        at: _Side(chunk, peer == stage, numbers[peer], waiting[peer])
+        for at, (peer, chunk) in places.items()
+        if peer in receivers
+    }
 
 
 def layer_passes(gradients: ArrayLike, activation: ArrayLike, workspace: ArrayLike) -> LayerMemory:
