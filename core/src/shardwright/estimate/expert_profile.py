@@ -11,6 +11,7 @@ from shardwright.estimate.machines import Machines
 from shardwright.estimate.settings import ProfileSettings, block_types
 from shardwright.io.table import Source, Sourced
 from shardwright.key import ExpertKey, LayerKey
+from shardwright.models.recomputed import recompute_kinds
 from shardwright.plan.axes import layout_of
 from shardwright.types import (
     Experts,
@@ -35,7 +36,9 @@ def rest_rows(
     """Yield rows for layers without their experts, for strategies in which each rank has different positions."""
     if layout_of(strategy).replicas > 1:
         return
-    for name, recompute, samples in product(sparse_types(model), settings.recompute, micro_batch_sizes(settings)):
+    for name, recompute, samples in product(
+        sparse_types(model), recompute_kinds(settings.recompute, model), micro_batch_sizes(settings)
+    ):
         sharded = LayerStrategy(**asdict(strategy), type=name, recompute=recompute, experts=ExpertStrategy(ep_size=1))
         if misfit(model, name, sharded) is not None:
             continue
@@ -49,14 +52,14 @@ def expert_rows(
     models: Sequence[Model], strategies: Sequence[Strategy], settings: ProfileSettings, machines: Machines
 ) -> Iterator[ExpertRow]:
     """Yield the rows of experts: for each possible number of experts on a rank, at all its possible row counts."""
-    for key in expert_keys(models, strategies, settings, settings.recompute):
+    for key in expert_keys(models, strategies, settings, recompute_kinds(settings.recompute, models[0])):
         figures = estimate_experts(models[0], key, settings.precision, machines.reached_in(key.type))
         yield ExpertRow.from_figures(key, _analytic(figures))
 
 
 def host_rows(model: Model, settings: ProfileSettings, machines: Machines) -> Iterator[HostRow]:
     """Yield the host's time for layers with expert parallelism, by the number of experts that a rank has."""
-    for name, recompute in product(sparse_types(model), settings.recompute):
+    for name, recompute in product(sparse_types(model), recompute_kinds(settings.recompute, model)):
         machine, whole = machines.reached_in(name), model.types[name].experts
         assert whole is not UNSET
         rest_s = host_s(model, name, recompute, machine)
@@ -77,7 +80,9 @@ def host_rows(model: Model, settings: ProfileSettings, machines: Machines) -> It
 
 def pipeline_rows(model: Model, settings: ProfileSettings, block_ms: Mapping[int, float]) -> Iterator[HostRow]:
     """Yield the least time of a block in pipelines between nodes, by tensor parallelism."""
-    for name, recompute, (tp_size, both_ms) in product(block_types(model), settings.recompute, block_ms.items()):
+    for name, recompute, (tp_size, both_ms) in product(
+        block_types(model), recompute_kinds(settings.recompute, model), block_ms.items()
+    ):
         yield HostRow(
             type=name,
             tp_size=tp_size,

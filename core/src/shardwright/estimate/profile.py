@@ -26,6 +26,7 @@ from shardwright.io.hdf5 import Provenance
 from shardwright.io.table import Source, Sourced, Table
 from shardwright.io.versions import PRODUCT, versions_text
 from shardwright.key import LayerKey
+from shardwright.models.recomputed import recompute_kinds
 from shardwright.optimizers.registry import ADAMW
 from shardwright.types import EMBEDDING, HEAD, ITEMSIZE, NARROW_BITS, Cluster, Model, Precision, misfit, profiled_as
 from shardwright.types.dispatcher import Dispatcher
@@ -199,7 +200,7 @@ def _layer_rows(
     for name in (EMBEDDING, *block_types(model), HEAD):
         if misfit(model, name, strategy) is not None:
             continue
-        kinds = (Recompute.NONE,) if name in (EMBEDDING, HEAD) else settings.recompute
+        kinds = (Recompute.NONE,) if name in (EMBEDDING, HEAD) else recompute_kinds(settings.recompute, model)
         for recompute, samples in product(kinds, sizes):
             sharded = LayerStrategy(**asdict(strategy), type=name, recompute=recompute)
             precision, attention, machine = settings.precision, settings.attention, machines.reached_in(name)

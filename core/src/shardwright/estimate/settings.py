@@ -10,12 +10,14 @@ from shardwright.io import BadInput, Document, Value
 from shardwright.types import (
     EMBEDDING,
     HEAD,
+    PARTS,
     Attention,
     Count,
     DataParallel,
     Model,
     Precision,
     Recompute,
+    RecomputeChoice,
     SequenceParallel,
     SeveralRanks,
     Strategy,
@@ -70,7 +72,7 @@ class ProfileSettings(Document, frozen=True, kw_only=True, forbid_unknown_fields
 
     tp_sizes: _Counts
     sequence_parallel: Annotated[tuple[SequenceParallel, ...], Meta(min_length=1)]
-    recompute: Annotated[tuple[Recompute, ...], Meta(min_length=1)]
+    recompute: RecomputeChoice
     micro_batch_sizes: _Counts | Range
     """Samples of one tensor-parallel group in a microbatch."""
     sequence_lengths: _Counts | Range | None = None
@@ -97,7 +99,7 @@ class ProfileSettings(Document, frozen=True, kw_only=True, forbid_unknown_fields
             raise ValueError(
                 f"layers {list(self.layers)} must be two growing numbers: their difference is one layer's cost"
             )
-        if Recompute.NONE not in self.recompute:
+        if self.recompute != PARTS and Recompute.NONE not in self.recompute:
             raise ValueError("recompute must hold 'none': embedding and head are measured in those probes")
 
     @property

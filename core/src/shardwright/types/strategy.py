@@ -1,8 +1,9 @@
 """Strategies: the sharding of one layer over the ranks of its pipeline stage."""
 
 from enum import StrEnum
+from typing import Annotated, Final, Literal
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from shardwright.io import Value
 from shardwright.types.limits import Ranks, SomeRanks
@@ -125,6 +126,17 @@ RECOMPUTE_SETS = tuple(kind for kind in Recompute if kind.parts)
 """The kinds that recompute parts one by one, some beside a whole half of the layer."""
 RECOMPUTE_WHOLE = tuple(kind for kind in Recompute if not kind.parts)
 """The kinds that recompute nothing, or whole layers, halves of layers, or all but products."""
+PARTS: Final = "parts"
+"""The word for the kinds of `RECOMPUTE_PARTS` that a model has parts for."""
+RECOMPUTE_PARTS = (
+    Recompute.NONE,
+    Recompute.SELECTIVE,
+    Recompute.FULL,
+    *(kind for kind in RECOMPUTE_SETS if kind is not Recompute.LIGHT and kind.half is None),
+)
+"""None, selective, full, and every set of norms, activation functions and products with latents."""
+RecomputeChoice = Literal["parts"] | Annotated[tuple[Recompute, ...], Meta(min_length=1)]
+"""Kinds of recomputation to choose from, listed or by that word."""
 
 
 class Offload(StrEnum):

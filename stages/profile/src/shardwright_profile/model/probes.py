@@ -13,6 +13,7 @@ from shardwright.io import BadInput
 from shardwright.key import LayerKey
 from shardwright.models.context import context_obstacle, gpu_format, ring_obstacle
 from shardwright.models.mtp import mtp_layers
+from shardwright.models.recomputed import recompute_kinds
 from shardwright.plan.axes import axes_of, layout_of, strategy_on
 from shardwright.plan.expert_messages import shares_experts
 from shardwright.types import (
@@ -95,7 +96,7 @@ def make_probes(models: Sequence[Model], cluster: Cluster, node_type: str, setti
     length = model.sequence_length
     plans = tuple(
         _probe(truncated, node, settings, strategy, recompute, size)
-        for strategy, recompute in product(fitting, settings.recompute)
+        for strategy, recompute in product(fitting, recompute_kinds(settings.recompute, model))
         for described in models
         if _misfit(described, strategy, settings) is None
         for size in _sizes(described, strategy, settings, length)
@@ -186,7 +187,7 @@ def _apart(
     """
     model = models[0]
     split = [strategy for strategy in fitting if layout_of(strategy).sequence.size > 1 and sparse_types(model)]
-    for strategy, recompute in product(split, settings.recompute):
+    for strategy, recompute in product(split, recompute_kinds(settings.recompute, model)):
         for size in settings.sizes(model.sequence_length, model.sequence_length):
             for truncated in _truncations(model, settings.layers):
                 plan = _probe(truncated, node, settings, strategy, recompute, size)
@@ -203,10 +204,11 @@ def _expert_probes(
     models: Sequence[Model], settings: ProfileSettings, fitting: Sequence[Strategy]
 ) -> Iterator[ExpertProbe]:
     """Yield the probes of experts: without recomputation, and with each kind that recomputes experts."""
-    kinds = [kind for kind in _EXPERT_KINDS if kind in settings.recompute or kind is Recompute.NONE]
-    if any(kind.half is Recompute.MLP for kind in settings.recompute) and Recompute.FULL not in kinds:
+    asked = recompute_kinds(settings.recompute, models[0])
+    kinds = [kind for kind in _EXPERT_KINDS if kind in asked or kind is Recompute.NONE]
+    if any(kind.half is Recompute.MLP for kind in asked) and Recompute.FULL not in kinds:
         kinds.append(Recompute.FULL)
-    if any(RecomputedPart.EXPERT_ACTIVATIONS in kind.parts for kind in settings.recompute):
+    if any(RecomputedPart.EXPERT_ACTIVATIONS in kind.parts for kind in asked):
         kinds.append(Recompute.ACTIVATIONS)
     for key in expert_keys(models, fitting, settings, kinds, _LEVELS):
         yield ExpertProbe(**key.columns)

@@ -22,6 +22,7 @@ from shardwright.models.alike import read_config, read_configuration
 from shardwright.models.config_keys import without_notes
 from shardwright.models.description import USUAL_TOKENS, model_of_config
 from shardwright.models.mtp import with_mtp
+from shardwright.models.recomputed import recompute_kinds
 from shardwright.models.registry import FAMILIES, read_presets
 from shardwright.types import (
     FP8,
@@ -41,7 +42,6 @@ from shardwright.types import (
     Plan,
     Precision,
     Recompute,
-    RecomputedPart,
     Schedule,
 )
 from shardwright_search.advise.long_context import priced_lengths, searched_cp_sizes
@@ -171,7 +171,7 @@ def question_of(options: AdviseOptions) -> Question:
         tp_sizes=machines.tp_sizes,
         cp_sizes=searched_cp_sizes(model, machines.cluster.num_devices),
         ep_sizes=_searched_ep_sizes(model, machines.cluster.num_devices),
-        recompute=(Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL, *_recomputed_parts(options, model)),
+        recompute=_recomputed(options, model),
         schedules=(Schedule.ONE_F_ONE_B, *interleaved),
         chunks_per_stage=_CHUNKS,
         fine_grained=not options.uniform,
@@ -187,7 +187,8 @@ def question_of(options: AdviseOptions) -> Question:
     load = None if options.imbalance is None else read_load(options.imbalance)
 
     compared = (kind for kind in RECOMPUTE_SETS if any(f"recompute={kind}" in text for text in options.against))
-    kinds = tuple(dict.fromkeys((*RECOMPUTE_WHOLE, Recompute.LIGHT, *request.recompute, *compared)))
+    asked = recompute_kinds(request.recompute, model)
+    kinds = tuple(dict.fromkeys((*RECOMPUTE_WHOLE, Recompute.LIGHT, *asked, *compared)))
 
     def profiles_under(assumed: Runtime) -> Profiles:
         made = (_profiles(request, kinds, models, machines, key, table, assumed) for key in machines.devices)
@@ -213,10 +214,10 @@ def question_of(options: AdviseOptions) -> Question:
     )
 
 
-def _recomputed_parts(options: AdviseOptions, model: Model) -> Iterator[Recompute]:
-    """Yield the sets of parts that layers may recompute one by one; those of latents only if the model has latents."""
+def _recomputed(options: AdviseOptions, model: Model) -> tuple[Recompute, ...]:
+    """Return the kinds of recomputation that layers choose from; plans for a system have their own."""
     if options.recompute is None:
-        return
+        return Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL
     if options.target is not None:
         raise BadInput(
             "--recompute parts", f"plans for {options.target} name their own", "leave it out, or leave out --for"
@@ -225,13 +226,9 @@ def _recomputed_parts(options: AdviseOptions, model: Model) -> Iterator[Recomput
         raise BadInput(
             "--recompute parts", "compiled blocks do not free results of their parts", "leave one of them out"
         )
-    facts = FAMILIES.get(model.family)
-    if facts is None:
+    if model.family not in FAMILIES:
         raise BadInput("--recompute parts", f"parts of {model.family} blocks are not known", "leave it out")
-    latents = facts.attention.latents(facts.configured(model.config)) is not None
-    for kind in RECOMPUTE_SETS:
-        if kind is not Recompute.LIGHT and kind.half is None and (latents or RecomputedPart.LATENTS not in kind.parts):
-            yield kind
+    return recompute_kinds(options.recompute, model)
 
 
 def _offloads(options: AdviseOptions, machines: Machines) -> tuple[Offload, ...]:

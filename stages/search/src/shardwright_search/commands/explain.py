@@ -13,6 +13,7 @@ from rich.console import Group, RenderableType
 from shardwright.display.svg import document
 from shardwright.display.timeline import draw_timeline, idle_s
 from shardwright.io import BadInput, atomic_path, read_document, sha256_of_file
+from shardwright.models.recomputed import recompute_kinds
 from shardwright.plan.schedules.passes import Pass
 from shardwright.types import Estimate, Plan, Prediction, RunnerUp
 from shardwright_search.commands.prediction import (
@@ -115,7 +116,8 @@ def _why(
     if search is not None:
         request = narrowed(search.request, plan.cluster)
         budgets_bytes = allowed_bytes(plan, evaluation.estimate, budgets_of(request, plan.cluster, search.file))
-        choices = LayerAlternatives(request.data_parallel, request.recompute, not request.fine_grained)
+        kinds = recompute_kinds(request.recompute, plan.model)
+        choices = LayerAlternatives(request.data_parallel, kinds, not request.fine_grained)
         unsearched = [f"not searched: {line}" for line in left_out(request, plan.model, plan.cluster)]
     changes, costs, estimate = tuple[Change, ...](), _costs(plan, inputs, search), evaluation.estimate
     if budgets_bytes is not None:

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from shardwright.display.plan_words import headline, stage_lines
 from shardwright.io import BadInput, atomic_path, read_document, sha256_of_file, write_document
 from shardwright.io.versions import PRODUCT, versions_text
+from shardwright.models.recomputed import recompute_kinds
 from shardwright.types import MIB, Correction, Estimate, Plan, Prediction, Proof, RunnerUp
 from shardwright_search.alternatives import NEAR
 from shardwright_search.candidates import Candidate
@@ -200,6 +201,7 @@ def _spanning(request: SearchRequest) -> str:
 
 def _scope(request: SearchRequest, answer: SearchAnswer) -> str:
     """Return, in words, the space that the proof covers."""
+    request = replace(request, recompute=recompute_kinds(request.recompute, answer.chosen.plan.model))
 
     def names(field: str) -> str:
         default = "every profiled divisor" if field == "tp_sizes" else "every divisor"

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import UNSET
 from msgspec.structs import replace
 
+from shardwright.models.recomputed import recompute_kinds
 from shardwright.plan.axes import Layout, axes_of, expert_strategies_on, layout_of, strategy_on
 from shardwright.plan.expert_messages import shares_experts
 from shardwright.types.model import EMBEDDING, HEAD, Model
@@ -169,7 +170,7 @@ def shardings(request: SearchRequest, model: Model, type_name: str, stage_size: 
     there is no data parallelism nothing to shard by. Ulysses shards parameters over all ranks.
     """
     outer = {EMBEDDING: request.embedding, HEAD: request.head}.get(type_name)
-    kinds = request.recompute if outer is None else (Recompute.NONE,)
+    kinds = recompute_kinds(request.recompute, model) if outer is None else (Recompute.NONE,)
     strategies: set[Strategy] = set()
     for sharding in _grids(request, outer or OuterSpace(), stage_size):
         if misfit(model, type_name, sharding) is not None:

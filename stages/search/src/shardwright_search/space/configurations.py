@@ -12,6 +12,8 @@ from shardwright.io import BadInput
 from shardwright.plan.schedules.closed_form import ClosedForm
 from shardwright.plan.schedules.registry import schedule_of
 from shardwright.types import (
+    PARTS,
+    RECOMPUTE_PARTS,
     Cluster,
     DataParallel,
     GradientReduction,
@@ -186,6 +188,7 @@ def _possible_tp_sizes(widths: StageWidths | tuple[tuple[int, ...], ...], cluste
 def _limited(request: SearchRequest, field: str, allowed: object, name: str) -> SearchRequest:
     """Return the request with a field restricted to the values that a limit of that name allows."""
     asked = getattr(request, field)
+    asked = RECOMPUTE_PARTS if asked == PARTS else asked
     if isinstance(allowed, tuple) and asked is not None:
         left = tuple(value for value in asked if value in allowed)
         if allowed and not left:

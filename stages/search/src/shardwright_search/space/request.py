@@ -14,7 +14,16 @@ from shardwright.plan.offload import can_offload
 from shardwright.types.attention import Attention
 from shardwright.types.limits import Count, Gib, Name, NonNegativeCount, NonNegativeNumber, Sha256, Share
 from shardwright.types.plan import GradientReduction, OptimizerName, Precision, Schedule
-from shardwright.types.strategy import ContextParallel, DataParallel, Offload, Recompute, SequenceParallel
+from shardwright.types.strategy import (
+    PARTS,
+    RECOMPUTE_PARTS,
+    ContextParallel,
+    DataParallel,
+    Offload,
+    Recompute,
+    RecomputeChoice,
+    SequenceParallel,
+)
 from shardwright_search.cost_model.time_model import TimeModel
 
 _MAX_BATCH_SIZES = 10_000
@@ -176,8 +185,9 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
         SequenceParallel.MEGATRON,
     )
     """Kinds of sequence parallelism."""
-    recompute: Annotated[tuple[Recompute, ...], Meta(min_length=1)] = (Recompute.NONE, Recompute.FULL)
-    """Kinds of activation recomputation."""
+    recompute: RecomputeChoice = (Recompute.NONE, Recompute.FULL)
+    """Kinds of activation recomputation; parts: none, selective, full, and every set of norms, activation functions
+    and products with latents."""
     offload: Annotated[tuple[Offload, ...], Meta(min_length=1)] = (Offload.NONE,)
     """States that a layer may keep in host memory; the cluster's node types need `host_memory_gib`, and
     `host_bytes_per_s` unless it was measured."""
@@ -226,7 +236,8 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
         _check_degrees(self)
         if Offload.NONE not in self.offload:
             raise ValueError("offload: list none, too: each layer chooses")
-        if self.compile and (sets := [kind for kind in self.recompute if kind.parts and kind is not Recompute.LIGHT]):
+        kinds = RECOMPUTE_PARTS if self.recompute == PARTS else self.recompute
+        if self.compile and (sets := [kind for kind in kinds if kind.parts and kind is not Recompute.LIGHT]):
             raise ValueError(f"compile: recompute {sets[0]} frees results that compiled blocks do not show")
         batch = self.global_batch_size
         if not isinstance(batch, BatchRange):

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from shardwright.estimate.runtimes import Runtime
 from shardwright.io import BadInput
+from shardwright.models.recomputed import recompute_kinds
 from shardwright.types import (
     Attention,
     Cluster,
@@ -172,6 +173,7 @@ class Limits(NamedTuple):
         """
         if (request.embedding, request.head) != (OuterSpace(), OuterSpace()):
             raise ValueError("embedding and head: their strategies are those that the system has")
+        request = replace(request, recompute=recompute_kinds(request.recompute, model))
         narrow = self.narrowed(request, model, devices)
         if (
             narrow is None
