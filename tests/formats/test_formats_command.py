@@ -97,6 +97,24 @@ def test_what_is_missing_or_unknown_is_one_line(arguments):
     assert called.stderr.count("\n") == 1 and "--help" in called.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["b", "a", "--out", "a"], "--out: a is PLANS, too"),
+        (["b", "--out", "folder/../a", "--model", "a"], "--out: folder/../a is --model, too"),
+        (["b", "--model", "a", "--model", "link", "--out", "a"], "--out: a is --model, too"),
+    ],
+)
+def test_an_input_is_not_replaced_by_what_is_written(tmp_path, monkeypatch, arguments, told):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("a")
+    called = call(APP, "write", *arguments)
+    assert called == (2, "", f"error: {told}: choose another file\n")
+    assert (tmp_path / "a").read_text() == "mine"
+
+
 def test_a_device_is_not_replaced_by_a_file(tmp_path):
     (tmp_path / "device").symlink_to("/dev/full")  # a mistake must replace the link, never the machine's own
     called = call(APP, "write", "a", "--out", tmp_path / "device")

@@ -47,6 +47,7 @@ class Command(NamedTuple):
             _add(parser, option, meanings.get(option.field, option.description))
         given = vars(parser.parse_intermixed_args(arguments))
         values = {name: value for name, value in given.items() if value is not None}
+        _refuse_lost_inputs(options, values)
         return self.options(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
 
     def call(self, options: Options) -> None:
@@ -190,6 +191,23 @@ def _add(parser: ArgumentParser, option: Option, meaning: str) -> None:
     parser.add_argument(option.name, dest=option.field, required=option.is_required, **settings)
     if option.off is not None:
         parser.add_argument(option.off, dest=option.field, action="store_false", default=SUPPRESS, help="The opposite.")
+
+
+def _refuse_lost_inputs(options: Sequence[Option], values: Mapping[str, Any]) -> None:
+    """Raise BadInput if a file to write is one that another option names too: it would be replaced.
+
+    A folder may be named twice; what stands in it is the command's own concern.
+    """
+    seen: dict[Path, str] = {}
+    for option in sorted(options, key=lambda each: each.is_written):
+        value = values.get(option.field)
+        for path in value if isinstance(value, list) else (value,):
+            if not isinstance(path, Path):
+                continue
+            resolved = path.resolve()
+            if option.is_written and resolved in seen and resolved.is_file():
+                raise BadInput(option.name, f"{path} is {seen[resolved]}, too", "choose another file")
+            seen[resolved] = option.name
 
 
 def _help(option: Option, meaning: str) -> str:

@@ -59,6 +59,12 @@ class Option(NamedTuple):
         return self.type is bool
 
     @property
+    def is_written(self) -> bool:
+        """Return whether the option names a file or folder that the command writes."""
+        written = self.field == "certificate" or self.field == "out" or self.field.endswith("_out")
+        return written and not self.is_positional
+
+    @property
     def placeholder(self) -> str:
         """Return the placeholder of the option's value in the help text."""
         return f"{{{','.join(self.choices)}}}" if self.choices else _PLACEHOLDERS.get(self.type, "TEXT")
