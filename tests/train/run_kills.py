@@ -1,6 +1,6 @@
 """`make kills`: a run that is killed at random moments and started again comes to the same bits as one that is not.
 
-    PYTHONPATH=tests python tests/train/run_kills.py [--kills 100] [--seed 0] [--work FOLDER]
+    PYTHONPATH=tests python tests/train/run_kills.py [--kills 100] [--seed 0] [--schedule NAME] [--work FOLDER]
 
 A moment is drawn anew each time: in start-up, or so many saves later in a step, in a save beside it, in the removal of
 an old checkpoint. Killed is one rank, or the launcher and with it all. After each kill every complete checkpoint is
@@ -25,12 +25,15 @@ from pathlib import Path
 import msgspec
 from forked_command import Command, forked_command
 from forked_ranks import forking
+from msgspec.structs import replace as replaced
 from random_plans import random_plan
 from safetensors.torch import load
+from several_chunks import SCHEDULES, in_chunks
+from split_plans import split
 from tiny_models import tiny
 
 from shardwright.io import read_document, sha256_of_file, write_bytes, write_document
-from shardwright.types import Plan
+from shardwright.types import Plan, Schedule
 from shardwright_train.checkpoints.choice import read_record
 from shardwright_train.checkpoints.folders import complete_checkpoints, folder_of_run
 from shardwright_train.data.prepare import prepare
@@ -117,13 +120,16 @@ class State:
         return f"{self.spent_s:.0f} s gone, about {self.spent_s / self.done * (self.kills - self.done):.0f} s left"
 
 
-def prepared(work: Path) -> Path:
-    """A folder with data and a plan for two ranks, in two pipeline stages."""
+def prepared(work: Path, schedule: Schedule | None = None) -> Path:
+    """A folder with data and a plan for two ranks, in two pipeline stages, of its own schedule or one that splits."""
     (work / "text").mkdir(parents=True)
     (work / "temporary").mkdir()
     (work / "text" / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
     prepare(str(work / "text"), "*.txt", 260, 1.0, work / "data")
-    write_document(work / "plan.json", random_plan(tiny("llama", vocab_size=260), 3, 2, "float32"))
+    plan = random_plan(tiny("llama", vocab_size=260), 3, 2, "float32", stages=2)
+    if schedule is not None:
+        plan = in_chunks(plan, schedule) if schedule in SCHEDULES else replaced(split(plan), schedule=schedule)
+    write_document(work / "plan.json", plan)
     return work
 
 
@@ -245,11 +251,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100, help="how often a run is killed")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims")
+    splitting = [schedule for schedule in Schedule if schedule.splits]
+    parser.add_argument("--schedule", type=Schedule, choices=splitting, help="a schedule of split passes")
     parser.add_argument("--work", type=Path, default=Path("results/kills"), help="folder to work and to go on in")
     asked = parser.parse_args()
     if _state(asked.work, asked.kills, asked.seed) is None:
         shutil.rmtree(asked.work, ignore_errors=True)
-        prepared(asked.work)
+        prepared(asked.work, asked.schedule)
     done = survive(asked.work, asked.kills, asked.seed)
     shutil.rmtree(asked.work)
     print(f"{done} kills: every run came to the bits of the unbroken one, and no complete checkpoint was lost")

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from msgspec.structs import replace
+from several_chunks import SCHEDULES, in_chunks
 from tiny_models import batch_of, engine_of
 
 from shardwright.io import read_document
@@ -60,28 +61,31 @@ def compared(plan: Plan, groups: Groups, world: World) -> tuple[float, float]:
     mine = took, {kind: statistics.fmean(times) for kind, times in hook.times.items()}
     ranks: list[tuple[float, dict[str, float]]] = [mine] * world.size
     dist.all_gather_object(ranks, mine)
-    stages = [
-        StageTimes(
-            round(times["forward"] * 1e12),
-            round(times["backward"] * 1e12),
-            0,
-            0,
-            0,
-            further_ps={Pass.WEIGHT: round(times["weight"] * 1e12)} if plan.schedule.splits else {},
-        )
-        for _, times in ranks
-    ]
-    return max(took for took, _ in ranks), simulate(stages, plan.schedule, plan.num_microbatches).step_ps * 1e-12
+    chunks = len(plan.stages[0].layers)
+    ranges = [_times(ranks[stage][1], plan.schedule.splits) for stage, _ in plan.schedule.way(len(plan.stages), chunks)]
+    simulated = simulate(ranges, plan.schedule, plan.num_microbatches, chunks)
+    return max(took for took, _ in ranks), simulated.step_ps * 1e-12
 
 
-def main(plans_file: str, result_file: str) -> None:
+def _times(passes_s: dict[str, float], splits: bool) -> StageTimes:
+    """The mean times of a stage's passes, whichever of its chunks they are of."""
+    times_ps = {kind: round(mean_s * 1e12) for kind, mean_s in passes_s.items()}
+    further_ps = {Pass.WEIGHT: times_ps["weight"]} if splits else {}
+    return StageTimes(times_ps["forward"], times_ps["backward"], 0, 0, 0, further_ps=further_ps)
+
+
+TIMED = Schedule.ONE_F_ONE_B, Schedule.ZERO_BUBBLE, Schedule.ZERO_BUBBLE_H2, *SCHEDULES
+
+
+def main(plans_file: str, result_file: str, schedules: str) -> None:
     found = {}
     with joined_world("cpu") as world:
         groups = Groups("cpu")
         for plan in read_document(Path(plans_file), Plans).plans:
             torch.set_default_dtype(torch.float32)
-            for schedule in (Schedule.ONE_F_ONE_B, Schedule.ZERO_BUBBLE):
-                found[str(schedule)] = compared(replace(plan, schedule=schedule), groups, world)
+            for schedule in map(Schedule, schedules.split()):
+                chunks = in_chunks(plan, schedule) if schedule in SCHEDULES else replace(plan, schedule=schedule)
+                found[str(schedule)] = compared(chunks, groups, world)
         if world.rank == 0:
             Path(result_file).write_text(json.dumps(found))
 

@@ -10,6 +10,7 @@ from forked_ranks import run_worker
 from random_plans import random_plan
 from rest_long import rest_long
 from split_plans import split, split_plans
+from split_times_worker import TIMED
 from tiny_models import tiny
 
 from shardwright.io import BadInput, write_document
@@ -42,26 +43,33 @@ def test_gradients_and_two_steps_are_those_of_joint_backward_passes_to_the_bit(
 
 @pytest.mark.parametrize("stages", rest_long(0, (2, 4)))
 def test_a_pipeline_of_slowed_stages_takes_as_long_as_simulated_and_less_than_1f1b(tmp_path: Path, stages: int) -> None:
-    """Within 5 %, of passes that took what they took; once in three times, as other programs use the cores, too."""
-    layers, one = 4 // stages, {"tp_size": 1, "dp_size": 1}
+    """Within 5 %, of passes that took what they took; each once in three times, as others use the cores, too.
+
+    Each schedule of split passes, those of two chunks a stage too: their passes are as long here, so there are twice as
+    many of them.
+    """
+    layers, one = 8 // stages, {"tp_size": 1, "dp_size": 1}
     plan = msgspec.structs.replace(
-        random_plan(tiny("llama"), 0, stages, "float32", stages=stages),
+        random_plan(tiny("llama", num_hidden_layers=8), 0, stages, "float32", stages=stages),
         num_microbatches=8,
         gradient_reduction=GradientReduction.DEFERRED,
         stages=tuple(PipelineStage(ranks=(i,), layers=((i * layers, (i + 1) * layers),)) for i in range(stages)),
         embedding=Strategy(**one),
         head=Strategy(**one),
-        layers=(LayerStrategy(type="block", **one),) * 4,
+        layers=(LayerStrategy(type="block", **one),) * 8,
     )
     write_document(tmp_path / "plans.json", Plans(plans=(plan,)))
+    near: dict[str, float] = {}
     for _ in range(TRIES):
-        run_worker("split_times_worker", [str(tmp_path / "plans.json"), str(tmp_path / "times.json")], stages)
+        files, left = [str(tmp_path / name) for name in ("plans.json", "times.json")], sorted({*TIMED} - {*near})
+        run_worker("split_times_worker", [*files, " ".join(left)], stages)
         times = json.loads((tmp_path / "times.json").read_text())
         print(times)
-        near = all(measured_s == pytest.approx(simulated_s, rel=0.05) for measured_s, simulated_s in times.values())
-        if near and times["zero_bubble"][0] < times["1f1b"][0]:
+        near |= {name: took_s for name, (took_s, simulated_s) in times.items() if abs(took_s / simulated_s - 1) < 0.05}
+        if near.keys() == {*TIMED}:
+            assert near["zero_bubble"] < near["1f1b"]
             return
-    pytest.fail(f"not within 5 % in {TRIES} tries")
+    pytest.fail(f"not within 5 % in {TRIES} tries: {sorted({*TIMED} - {*near})}")
 
 
 @pytest.mark.parametrize(("splits", "replayed"), [(False, 0), (True, 1)])
