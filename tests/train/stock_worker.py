@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from shardwright.io import BadInput
 from shardwright.models.adapter_config import ADAPTER_CONFIG, read_adapter
 from shardwright.models.low_rank import adapt
+from shardwright.models.registry import check_trained
 from shardwright.plan.layout import parameter_box
 from shardwright.types import (
     DataParallel,
@@ -238,8 +239,11 @@ def prepared(config_file: str) -> Prepared | str:
         model = describe_by_trace(config, "tiny", LENGTH)
         if (adapter := Path(config_file).with_name(ADAPTER_CONFIG)).exists():
             model = adapt(model, *read_adapter(adapter))
+        check_trained(model.family, config_file)
     except ValueError as error:
         return f"not described: {error}"
+    except BadInput as error:
+        return str(error.args[1])
     if (problem := as_stock(model.family).problem(model)) is not None:
         return problem
     compute_in_float64()

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shardwright.estimate.settings import ProfileSettings
 from shardwright.io import read_document, write_document
+from shardwright.models.registry import FAMILIES, TRACED_TOWERS
 from shardwright.types import Plan, Recompute, RunResult, SequenceParallel
 from shardwright.types.hardware_profile import write_hardware_profile
 from shardwright_search.space.request import Dimension, OuterSpace, SearchRequest
@@ -148,3 +149,9 @@ def test_low_rank_products_are_counted_beside_what_a_trace_saw(folder: Path) -> 
     assert adapted.forward_flops_per_sample - whole.forward_flops_per_sample == added
     assert adapted.traced.product_flops - whole.traced.product_flops == added
     assert adapted.traced.kept - whole.traced.kept == 4 * LENGTH
+
+
+def test_no_type_that_is_only_planned_is_recorded_as_trained():
+    record = json.loads((Path(__file__).parents[2] / "docs" / "models.json").read_text())["types"]
+    planned = {kind for kind in record if kind in TRACED_TOWERS or (kind in FAMILIES and FAMILIES[kind].untrained)}
+    assert "llama4" in planned and not [kind for kind in planned if record[kind].get("exact")]
