@@ -1,5 +1,6 @@
 """The command line: command names, their options, the functions that run them, and the exit codes."""
 
+import os
 import shlex
 import shutil
 import signal
@@ -198,14 +199,14 @@ def _refuse_lost_inputs(options: Sequence[Option], values: Mapping[str, Any]) ->
 
     A folder may be named twice; what stands in it is the command's own concern.
     """
-    seen: dict[Path, str] = {}
+    seen: dict[str, str] = {}
     for option in sorted(options, key=lambda each: each.is_written):
         value = values.get(option.field)
         for path in value if isinstance(value, list) else (value,):
             if not isinstance(path, Path):
                 continue
-            resolved = path.resolve()
-            if option.is_written and resolved in seen and resolved.is_file():
+            resolved = os.path.realpath(path)  # of a circle of links, too, which the command refuses
+            if option.is_written and resolved in seen and Path(resolved).is_file():
                 raise BadInput(option.name, f"{path} is {seen[resolved]}, too", "choose another file")
             seen[resolved] = option.name
 
