@@ -1,15 +1,19 @@
 """The one command: whose commands it has, what it imports for them, and what it says of a stage that is missing."""
 
+import re
 import subprocess
 import sys
 from importlib.metadata import EntryPoint, EntryPoints, entry_points, version
+from pathlib import Path
 
 import pytest
 from command_calls import call
 
 from shardwright import cli
 from shardwright.command import Command, CommandLine, Options
+from shardwright.command.options import options_of
 from shardwright.io import BadInput
+from shardwright.schema.field_docs import field_docs
 from shardwright_profile.cli import APP as PROFILE
 from shardwright_search.cli import APP as SEARCH
 from shardwright_train.cli import APP as TRAIN
@@ -33,6 +37,25 @@ def test_every_command_of_a_stage_comes_after_its_name(stage):
         assert ours.stdout == theirs.stdout and ours.exit_code == 0
     told = f"error: shardwright {stage}: there is no command 'fly': see shardwright {stage} --help\n"
     assert call(cli.APP, stage, "fly").stderr == told
+
+
+def test_each_option_that_says_that_it_is_written_is_known_to_be():
+    """Else its file might be another option's, which it would replace."""
+    told = re.compile(r"\bto write\b|\binto this file\b")
+    for app in (PROFILE, SEARCH, TRAIN):
+        for name, command in app.commands.items():
+            meanings = field_docs(command.options)
+            for option in options_of(command.options):
+                if option.type is Path and told.search(meanings.get(option.field, "")):
+                    assert option.is_written, (name, option.name)
+
+
+def test_a_picture_does_not_replace_the_plan_that_it_is_of(tmp_path):
+    plan = tmp_path / "plan.json"
+    plan.write_text("mine")
+    told = f"error: --svg: {plan} is PLAN, too: choose another file\n"
+    given = ("--hardware", "h", "--profile", "p", "--svg", plan)
+    assert call(SEARCH, "simulate", plan, *given) == (2, "", told) and plan.read_text() == "mine"
 
 
 def test_the_overview_has_the_commands_of_all_stages():

@@ -60,9 +60,8 @@ class Option(NamedTuple):
 
     @property
     def is_written(self) -> bool:
-        """Return whether the option names a file or folder that the command writes."""
-        written = self.field == "certificate" or self.field == "out" or self.field.endswith("_out")
-        return written and not self.is_positional
+        """Return whether the option names a file or folder that the command writes, known by the option's name."""
+        return (self.field in _WRITTEN or self.field.endswith("_out")) and not self.is_positional
 
     @property
     def placeholder(self) -> str:
@@ -103,6 +102,8 @@ class Option(NamedTuple):
         return named
 
 
+_WRITTEN = frozenset(("certificate", "html", "out", "picture", "svg", "trace"))
+"""Names of options that a command writes; an argument by its place is read."""
 _NOUNS = {int: "a whole number", float: "a number", str: "a text"}
 _PLACEHOLDERS = {Path: "PATH", int: "INT", float: "NUMBER"}
 

@@ -188,6 +188,7 @@ def _possible_tp_sizes(widths: StageWidths | tuple[tuple[int, ...], ...], cluste
 def _limited(request: SearchRequest, field: str, allowed: object, name: str) -> SearchRequest:
     """Return the request with a field restricted to the values that a limit of that name allows."""
     asked = getattr(request, field)
+    # Sets of latents, which the model may lack, stay here: no limit allows them.
     asked = RECOMPUTE_PARTS if asked == PARTS else asked
     if isinstance(allowed, tuple) and asked is not None:
         left = tuple(value for value in asked if value in allowed)
