@@ -24,9 +24,9 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from shardwright.devices.table import read_devices
+from shardwright.estimate.hardware import message_time_s
 from shardwright.estimate.layers import Machine, estimate_layer
 from shardwright.estimate.machines import Efficiencies, machine_of, rates_of
-from shardwright.estimate.messages import message_time_s
 from shardwright.types import Attention, LayerStrategy, Model, Precision, Strategy, misfit
 from shardwright.types.hardware_profile import Collective
 from shardwright.types.model_profile import LayerFigures

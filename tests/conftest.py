@@ -10,12 +10,12 @@ from types import ModuleType
 
 import pytest
 
-from shardwright.display import wrapping
+from shardwright.display import columns
 
 gc.disable()
 os.environ.pop("COLUMNS", None)
-_PIPED_WIDTH = wrapping.PIPED_WIDTH
-wrapping.PIPED_WIDTH = 4000  # Lines are read whole; how they are broken has its own tests.
+_PIPED_WIDTH = columns.PIPED_WIDTH
+columns.PIPED_WIDTH = 4000  # Lines are read whole; how they are broken has its own tests.
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,7 +53,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture
 def usual_width(monkeypatch: pytest.MonkeyPatch) -> int:
     """The characters of a line of output that is no terminal, where lines are broken as for people."""
-    monkeypatch.setattr(wrapping, "PIPED_WIDTH", _PIPED_WIDTH)
+    monkeypatch.setattr(columns, "PIPED_WIDTH", _PIPED_WIDTH)
     return _PIPED_WIDTH
 
 

@@ -47,7 +47,7 @@ MUTATIONS = (
         "            os.replace(temporary, path)\n", f"{_FORMATS}atomic_writing.py",
     ),
     Mutation(
-        "plan: the closed form forgets what follows the last backward pass", "shardwright.plan.schedules.closed_form",
+        "plan: the closed form forgets what follows the last backward pass", "shardwright.plan.schedules.schedule",
         "self.steady * slowest + self.once * exposed", "self.steady * slowest", f"{_FORMATS}schedule.py",
     ),
     Mutation(
@@ -65,7 +65,7 @@ MUTATIONS = (
         "return 2 * kept + ", "return kept + ", "tests/profile/test_analytic.py",
     ),
     Mutation(
-        "estimate: a ring's all-reduce has the steps of a gather", "shardwright.estimate.messages",
+        "estimate: a ring's all-reduce has the steps of a gather", "shardwright.estimate.hardware",
         "            return 2 * (group_size - 1)\n", "            return group_size - 1\n",
         "tests/profile/test_analytic.py",
     ),

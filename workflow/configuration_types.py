@@ -31,7 +31,7 @@ from shardwright.types import (
     Seconds,
     whole,
 )
-from shardwright.types.dispatcher import Dispatcher
+from shardwright.types.strategy import Dispatcher
 from shardwright_search.space.request import SearchRequest
 from shardwright_train.options import PrepareOptions, RunOptions
 

@@ -12,11 +12,8 @@ from shardwright.io.hdf5 import Profile, Provenance, tables_of
 from shardwright.io.json import Document, write_document
 from shardwright.io.table import Table, columns_of
 from shardwright.plan.chunks import stage_actions
-from shardwright.plan.schedules.passes import Pass
-from shardwright.types.certificate import Band, Certificate, ConfigurationProof, MemoryPrice
+from shardwright.plan.schedules.schedule import Pass
 from shardwright.types.cluster import Cluster, NodeGroup, NodeType
-from shardwright.types.correction import Correction, CorrectionFactor, Term
-from shardwright.types.expert_load import ExpertLoad, GroupLoad, LayerLoad
 from shardwright.types.hardware_profile import HardwareProfile, write_hardware_profile
 from shardwright.types.measurement import (
     Measurement,
@@ -28,19 +25,25 @@ from shardwright.types.measurement import (
     Segment,
     SegmentMemory,
 )
-from shardwright.types.model import LayerType, Model, Parameter
+from shardwright.types.model import BoundaryTensor, LayerType, Model, Parameter
 from shardwright.types.model_profile import ModelProfile, ProfileOrigin, write_model_profile
 from shardwright.types.plan import PipelineStage, Plan, Plans, Schedule
 from shardwright.types.prediction import (
+    Band,
+    Certificate,
+    ConfigurationProof,
+    Correction,
+    CorrectionFactor,
     Estimate,
+    MemoryPrice,
     Prediction,
     Proof,
     RunnerUp,
     StagePrediction,
+    Term,
     TimelineEvent,
 )
-from shardwright.types.regions import BoundaryTensor
-from shardwright.types.run import BestCheckpoint, Replanned, RunResult, StopNote
+from shardwright.types.run import BestCheckpoint, ExpertLoad, GroupLoad, LayerLoad, Replanned, RunResult, StopNote
 from shardwright.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 
 __all__ = ["write_examples"]

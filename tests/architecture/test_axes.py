@@ -13,7 +13,7 @@ SIZES = {"tp_size", "cp_size", "dp_size", "shard_size", "ep_size", "etp_size"}
 PRODUCTS = {"prod", "lcm", "gcd", "divmod", "divisors"}
 EXCEPTIONS = {
     "core/src/shardwright/types/strategy.py": "the type's definition, which checks shard_size",
-    "core/src/shardwright/types/expert_load.py": "the type's definition, which checks the load of groups",
+    "core/src/shardwright/types/run.py": "the type's definition, which checks the load of groups",
     "core/src/shardwright/types/plan.py": "the type's definition, which checks strategies against stages",
     "stages/profile/src/shardwright_profile/model/": "probes of the shares of positions that a profile lists",
     "stages/profile/src/shardwright_profile/importers/": "reads the profiles of Galvatron and FASOP, by their degrees",

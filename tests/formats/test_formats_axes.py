@@ -13,9 +13,7 @@ from msgspec import UNSET, structs
 from shardwright.models.description import model_of_config
 from shardwright.plan.axes import Axis, axes_of, effective, layout_of, strategy_on
 from shardwright.plan.communication import parameter_messages
-from shardwright.plan.layout import parameter_box
-from shardwright.plan.parameter_groups import parameter_groups
-from shardwright.plan.zigzag import zigzag
+from shardwright.plan.layout import parameter_box, parameter_groups, zigzag
 from shardwright.types import (
     ContextParallel,
     DataParallel,

@@ -6,10 +6,8 @@ from xml.etree import ElementTree
 import pytest
 
 from shardwright.display.chart import Panel, bytes_axis, linear_axis, logarithmic_axis
-from shardwright.display.colours import series_numbers
-from shardwright.display.svg import document, marker, picture, text, ticks
-from shardwright.display.time_left import TimeLeft
-from shardwright.display.units import bytes_text, duration_text, gib_text, rate_text, seconds_text, usd_text
+from shardwright.display.svg import document, marker, picture, series_numbers, text, ticks
+from shardwright.display.units import TimeLeft, bytes_text, duration_text, gib_text, rate_text, seconds_text, usd_text
 
 
 @pytest.mark.parametrize(("low", "high"), [(1e-6, 2.0), (0.002, 0.0021), (3.0, 3.0), (0.9, 110.0)])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from shardwright.models.description import model_of_config
-from shardwright.plan.expert_load import imbalances, load_misfit
+from shardwright.plan.expert_placement import imbalances, load_misfit
 from shardwright.types import ExpertLoad, GroupLoad, LayerLoad, Model
 
 SHARES = (0.4, 0.2, 0.1, 0.3)

@@ -14,11 +14,10 @@ from shardwright.plan.communication import (
     region_messages,
     step_messages,
 )
-from shardwright.plan.schedules.passes import Pass
+from shardwright.plan.schedules.schedule import Pass
 from shardwright.types.hardware_profile import Collective
-from shardwright.types.model import Model
+from shardwright.types.model import BoundaryTensor, Heads, Model, Region
 from shardwright.types.plan import ITEMSIZE, PipelineStage, Plan
-from shardwright.types.regions import BoundaryTensor, Heads, Region
 from shardwright.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 
 EXAMPLES = Path(__file__).parents[2] / "core" / "examples"

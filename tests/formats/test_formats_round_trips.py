@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from random_documents import documents, plans
 
 from shardwright.io import Document, read_document, sha256_of_value, write_document
-from shardwright.types.attention import Attention
 from shardwright.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright.types.measurement import Measurement, PlanMeasurement, RankMeasurement
 from shardwright.types.model import Model, Parameter
-from shardwright.types.plan import GradientReduction, Plan, Precision, Schedule
+from shardwright.types.plan import Attention, GradientReduction, Plan, Precision, Schedule
 
 EXAMPLES = Path(__file__).parents[2] / "core" / "examples"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from shardwright.io import atomic_path, remove_temporaries, write_bytes
-from shardwright.io import owner as owners
-from shardwright.io.owner import is_gone, this_process
+from shardwright.io import json as owners
+from shardwright.io.json import is_gone, this_process
 from shardwright.launch.lock import scratch_folder
 
 STRANGERS = (".metrics.jsonl.tmp", ".file.json.00000000.1.tmp", ".file.json.swp", "file.json.tmp", ".tmp")

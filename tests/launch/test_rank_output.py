@@ -13,9 +13,8 @@ import pytest
 from launchers import RANK, STARTED_S, free_port, let_act, start_node, started_by
 
 from shardwright.io import BadInput, RunFailed
-from shardwright.launch import rank_output
-from shardwright.launch.rank_output import RankLog
-from shardwright.launch.ranks import launch
+from shardwright.launch import ranks
+from shardwright.launch.ranks import RankLog, launch
 
 HEADING = r"=== start (\d+) at \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00: rank (\d) of 2 ===\n"
 Launched = Callable[..., None]
@@ -130,7 +129,7 @@ def test_all_is_handed_on_before_a_launch_returns(launched: Launched, tmp_path: 
 def test_a_child_that_holds_a_pipe_holds_up_no_end(
     launched: Launched, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(rank_output, "_JOIN_S", 0.3)
+    monkeypatch.setattr(ranks, "_JOIN_S", 0.3)
     launched("leave_a_child")
     os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)  # it is there still
     assert kept(tmp_path, 0) == (tmp_path / "logs/rank-0.log").read_text()

@@ -6,7 +6,7 @@ from shardwright.io import BadInput
 from shardwright.models.description import model_of_config
 from shardwright.models.frozen import FrozenPart, freeze
 from shardwright.models.registry import read_presets
-from shardwright.plan.regathers import regathers
+from shardwright.plan.communication import regathers
 from shardwright.types import EMBEDDING, HEAD, Model
 
 LLAMA = {

@@ -15,9 +15,8 @@ from shardwright.io import BadInput, read_document
 from shardwright.models.description import model_of_config
 from shardwright.models.registry import FAMILIES, read_presets
 from shardwright.models.traits import FULL, SLIDING
-from shardwright.plan.communication import Cause, region_messages, tensors_of
-from shardwright.plan.context_messages import context_messages
-from shardwright.plan.schedules.passes import Pass
+from shardwright.plan.communication import Cause, context_messages, region_messages, tensors_of
+from shardwright.plan.schedules.schedule import Pass
 from shardwright.types import LayerStrategy, Model, SequenceParallel
 from shardwright.types.plan import misfit
 from shardwright_train.commands.documents import describe_folder

@@ -5,6 +5,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 
+from shardwright.estimate.hardware import START_S, Link
 from shardwright.estimate.held import Held, Module
 from shardwright.estimate.layers import (
     ATTENTION_BACKWARD,
@@ -14,17 +15,14 @@ from shardwright.estimate.layers import (
     masks_bytes,
     optimizer_time_s,
 )
-from shardwright.estimate.messages import START_S, Link
 from shardwright.estimate.parts import layer_parts
 from shardwright.estimate.runtimes import OPERATOR_S
 from shardwright.io import BadInput
 from shardwright.models.families.bert import BERT
 from shardwright.models.registry import FAMILIES
 from shardwright.models.traits import FeedForward
-from shardwright.types.attention import Attention
-from shardwright.types.model import LayerType, Model, Parameter
-from shardwright.types.plan import Precision
-from shardwright.types.regions import BoundaryTensor, Heads, Region
+from shardwright.types.model import BoundaryTensor, Heads, LayerType, Model, Parameter, Region
+from shardwright.types.plan import Attention, Precision
 from shardwright.types.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
 
 HIDDEN, LENGTH, HEADS, VOCABULARY = 64, 32, 8, 256

@@ -11,8 +11,8 @@ import pytest
 from command_calls import call
 from forked_command import forked_command
 
+from shardwright.estimate.hardware import NETWORK_STEP_S, START_S
 from shardwright.estimate.machines import Efficiencies
-from shardwright.estimate.messages import NETWORK_STEP_S, START_S
 from shardwright.estimate.notes import SEEN_ERROR, SEEN_LINK_ERROR, Process
 from shardwright.estimate.settings import ProfileSettings
 from shardwright.io import write_document

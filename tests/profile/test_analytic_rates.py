@@ -4,8 +4,7 @@ import pytest
 from test_analytic_command import a_cluster
 
 from shardwright.devices.table import read_devices
-from shardwright.estimate.hardware import node_rates
-from shardwright.estimate.messages import NETWORK_STEP_S, START_S
+from shardwright.estimate.hardware import NETWORK_STEP_S, START_S, node_rates
 from shardwright.estimate.overlap import overlap_slowdowns
 from shardwright.io import BadInput, write_document
 from shardwright.io.table import Source

@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from shardwright.devices.table import device_named, read_devices
+from shardwright.estimate.hardware import START_S, Link
 from shardwright.estimate.layers import Machine, estimate_layer
 from shardwright.estimate.machines import flash_share
-from shardwright.estimate.messages import START_S, Link
 from shardwright.estimate.runtimes import RUNTIMES, AttentionKernel, RuntimeName, RuntimeOptions, attention_of
 from shardwright.estimate.settings import ProfileSettings
 from shardwright.io import read_document, write_document

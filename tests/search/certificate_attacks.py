@@ -6,7 +6,7 @@ import numpy as np
 from msgspec.structs import replace
 from random_problems import best_of, every_plan, random_problem, random_unequal, with_budgets
 
-from shardwright.plan.schedules.closed_form import ClosedForm
+from shardwright.plan.schedules.schedule import ClosedForm
 from shardwright.types import Band, ConfigurationProof, MemoryPrice
 from shardwright_search.certificate.bounds import chain_of, phases_of
 from shardwright_search.certificate.check import Way, Ways, confirms

@@ -11,7 +11,7 @@ from shardwright.io.hdf5 import Provenance
 from shardwright.io.table import Source, Table, columns_of
 from shardwright.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright.types.hardware_profile import Collective, HardwareProfile, OverlapRow, PointRow, RepeatRow
-from shardwright.types.model import LayerType, Model, Parameter
+from shardwright.types.model import BoundaryTensor, LayerType, Model, Parameter
 from shardwright.types.model_profile import (
     FitMode,
     FitRow,
@@ -22,7 +22,6 @@ from shardwright.types.model_profile import (
     Quantity,
     StateRow,
 )
-from shardwright.types.regions import BoundaryTensor
 from shardwright.types.strategy import Recompute, SequenceParallel
 from shardwright_search.cost_model.profiles import Profiles, index_profiles
 from shardwright_search.space.request import SearchRequest

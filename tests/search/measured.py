@@ -3,11 +3,10 @@
 import msgspec
 
 from shardwright.plan.chunks import stage_actions
-from shardwright.plan.schedules.passes import Pass
-from shardwright.types.correction import Term
+from shardwright.plan.schedules.schedule import Pass
 from shardwright.types.measurement import PassTime, PlanMeasurement, RankMeasurement, RankMemory, Segment
 from shardwright.types.plan import Plan
-from shardwright.types.prediction import Estimate
+from shardwright.types.prediction import Estimate, Term
 from shardwright.types.strategy import DataParallel
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.options import UniformRequest

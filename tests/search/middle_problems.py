@@ -5,7 +5,7 @@ from brute_force import pipeline_of
 from random_problems import with_budgets
 from stage_moves import counted, handed_as_given
 
-from shardwright.plan.schedules.closed_form import ClosedForm
+from shardwright.plan.schedules.schedule import ClosedForm
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.min_memory import min_memory
 from shardwright_search.solver.partition import PricedSolution

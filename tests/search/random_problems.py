@@ -9,7 +9,7 @@ import numpy as np
 from msgspec.structs import replace
 from stage_moves import counted, cuts_of, handed_as_given, moves_of
 
-from shardwright.plan.schedules.closed_form import ClosedForm
+from shardwright.plan.schedules.schedule import ClosedForm
 from shardwright_search.solver.problem import Cut, DeviceGroup, Moves, Options, Position, Problem, Solution
 
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from shardwright.command.command_line import _exit_code
 from shardwright.devices.table import read_devices
 from shardwright.devices.utilization import MFU_COUNTS, model_flops_utilization
-from shardwright.estimate.accuracy import SEEN
+from shardwright.estimate.notes import SEEN
 from shardwright.io import BadInput, read_document
 from shardwright.models.registry import FAMILIES, read_presets
 from shardwright.types import DataParallel, Plan, Schedule, SequenceParallel

@@ -6,7 +6,7 @@ from certificate_attacks import accepted, exact_problem
 from random_problems import best_of
 from rest_long import rest_long
 
-from shardwright.plan.schedules.closed_form import ClosedForm
+from shardwright.plan.schedules.schedule import ClosedForm
 from shardwright.types import Band, ConfigurationProof, MemoryPrice
 from shardwright_search.certificate import bounds
 from shardwright_search.certificate.check import confirms

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from random_requests import FILE, World, random_solution, random_world
 from rest_long import rest_long
 
-from shardwright.estimate.accuracy import SPARE_SHARE
+from shardwright.estimate.notes import SPARE_SHARE
 from shardwright.plan.communication import Cause, step_messages
 from shardwright.plan.process_groups import Purpose, communicator_bytes, communicators, strategy_axes
 from shardwright_search import search

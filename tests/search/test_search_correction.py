@@ -11,11 +11,11 @@ from msgspec.structs import replace
 
 from shardwright.io import BadInput, read_document, sha256_of_file, write_document
 from shardwright.key import rows_by_key
-from shardwright.types.correction import Correction, Term
 from shardwright.types.hardware_profile import write_hardware_profile
 from shardwright.types.measurement import Measurement
 from shardwright.types.model_profile import Quantity, write_model_profile
 from shardwright.types.plan import GradientReduction
+from shardwright.types.prediction import Correction, Term
 from shardwright.types.strategy import DataParallel
 from shardwright_search.cli import APP
 from shardwright_search.cost_model.calibration import check_learned_from, corrected, evidence_of, factor_of, learned

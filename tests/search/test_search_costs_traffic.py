@@ -12,8 +12,8 @@ from shardwright.plan.axes import Layout, layout_of
 from shardwright.plan.layout import closed_groups, sent_numel
 from shardwright.plan.tied_weights import pieces_from_owners, pieces_to_owners, tied_parameters
 from shardwright.types.hardware_profile import Collective
+from shardwright.types.model import BoundaryTensor
 from shardwright.types.plan import PipelineStage, Plan, Precision, Schedule
-from shardwright.types.regions import BoundaryTensor
 from shardwright.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 from shardwright_search.cost_model.collectives import collective_time
 from shardwright_search.cost_model.communication import redistribution_time

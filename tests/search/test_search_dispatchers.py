@@ -7,13 +7,13 @@ from functools import cache
 import pytest
 from msgspec import UNSET
 
+from shardwright.estimate.hardware import Link
 from shardwright.estimate.layers import ExpertHabits, Machine, estimate_experts
-from shardwright.estimate.messages import Link
 from shardwright.estimate.runtimes import Graphs, RuntimeName
 from shardwright.io import BadInput
 from shardwright.key import ExpertKey, HostKey
 from shardwright.types import Cluster, NodeGroup, NodeType, Precision, Recompute
-from shardwright.types.dispatcher import Dispatcher
+from shardwright.types.strategy import Dispatcher
 from shardwright_search.advise.choices import reading_of
 from shardwright_search.advise.question import Question, question_of
 from shardwright_search.advise.report import ways_of_experts

@@ -11,8 +11,8 @@ from test_search_consistency import differences, interleaved_world
 
 from shardwright.command.command_line import _exit_code
 from shardwright.devices.table import read_devices
-from shardwright.estimate.accuracy import EXPANDABLE
 from shardwright.estimate.held import BY_MEGATRON_CORE, BY_NANOTRON, LIGHT, Module
+from shardwright.estimate.notes import EXPANDABLE
 from shardwright.estimate.runtimes import RuntimeName
 from shardwright.io import BadInput
 from shardwright.models.adapter_config import read_adapter

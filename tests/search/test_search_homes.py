@@ -7,8 +7,8 @@ import pytest
 from msgspec.structs import replace
 
 from shardwright.devices.table import device_lines, read_devices
+from shardwright.estimate.hardware import Link
 from shardwright.estimate.layers import Machine, optimizer_time_s
-from shardwright.estimate.messages import Link
 from shardwright.io import BadInput, read_document
 from shardwright.optimizers.registry import ADAMW, OPTIMIZERS, Optimizer, State
 from shardwright.plan.supported_fields import check_fields

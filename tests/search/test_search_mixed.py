@@ -16,7 +16,7 @@ from random_problems import best_of, random_mixed
 from random_requests import random_solution
 from rest_long import rest_long
 
-from shardwright.display.node_types import node_type_uses
+from shardwright.display.plan_words import node_type_uses
 from shardwright.io import BadInput
 from shardwright.types import GIB, Cluster, Model, Plan
 from shardwright_search.cost_model.plan import cost_model_of, evaluate

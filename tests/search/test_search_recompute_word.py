@@ -8,8 +8,8 @@ from command_calls import call
 
 from shardwright.estimate.settings import ProfileSettings
 from shardwright.io import BadInput, read_document, write_document
+from shardwright.models.context import recompute_kinds
 from shardwright.models.description import model_of_config
-from shardwright.models.recomputed import recompute_kinds
 from shardwright.models.registry import read_presets
 from shardwright.types import RECOMPUTE_PARTS, Cluster, NodeGroup, NodeType, Plan, Precision, Recompute
 from shardwright.types.model_profile import read_model_profile

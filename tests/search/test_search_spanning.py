@@ -20,7 +20,7 @@ from rest_long import rest_long
 from stage_axes import stage_axes
 from test_search_certificate import some_proof
 
-from shardwright.display.node_types import node_type_uses
+from shardwright.display.plan_words import node_type_uses
 from shardwright.io import BadInput
 from shardwright.types import GIB, Cluster, Model, Plan
 from shardwright_search.certificate.check import confirms

@@ -9,7 +9,7 @@ from shardwright.estimate.weight_passes import NO_WEIGHT_PASS, WeightPass, weigh
 from shardwright.io import BadInput
 from shardwright.models.description import model_of_config
 from shardwright.types import DataParallel, GradientReduction, Precision, Schedule, Strategy
-from shardwright.types.attention import Attention
+from shardwright.types.plan import Attention
 from shardwright_search.commands.prediction import plan_summary, prediction_of_searched
 from shardwright_search.cost_model import stage_costs
 from shardwright_search.cost_model.plan import evaluate

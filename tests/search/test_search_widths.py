@@ -5,7 +5,7 @@ import shlex
 import pytest
 from command_calls import call
 
-from shardwright.display.wrapping import wrapped, wrapped_command
+from shardwright.display.columns import wrapped, wrapped_command
 from shardwright_search.cli import APP
 
 

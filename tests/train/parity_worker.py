@@ -38,9 +38,8 @@ from transformers.loss.loss_utils import fixed_cross_entropy
 
 from shardwright.io import read_document
 from shardwright.models.mtp import mtp_layers
-from shardwright.optimizers.matrices import matrix_dims
-from shardwright.plan.expert_load import expert_slices
-from shardwright.plan.expert_placement import experts_by_place
+from shardwright.optimizers.registry import matrix_dims
+from shardwright.plan.expert_placement import expert_slices, experts_by_place
 from shardwright.plan.layout import parameter_box
 from shardwright.types import EMBEDDING, HEAD, LOW_RANK, Model, Plan, Plans
 from shardwright_train.data.share import Batch, with_boundaries

@@ -20,7 +20,7 @@ from tiny_models import batch_of, engine_of
 
 from shardwright.io import read_document
 from shardwright.plan.axes import axes_of
-from shardwright.plan.expert_load import expert_slices
+from shardwright.plan.expert_placement import expert_slices
 from shardwright.types import ExpertLoad, LayerLoad, Plan, Plans
 from shardwright_search.commands.place import placed_layers, with_placement
 from shardwright_train.checkpoints.folders import Identity

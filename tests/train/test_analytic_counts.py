@@ -10,9 +10,9 @@ from torch import nn
 from transformers import AutoConfig
 
 from shardwright.estimate.expert_parts import PRODUCT_KERNELS, ROUTER_KERNELS
+from shardwright.estimate.hardware import Link
 from shardwright.estimate.held import Held
 from shardwright.estimate.layers import Machine, estimate_layer
-from shardwright.estimate.messages import Link
 from shardwright.models.adapter_config import adapter_of_config
 from shardwright.models.frozen import FrozenPart, freeze
 from shardwright.models.low_rank import adapt

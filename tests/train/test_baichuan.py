@@ -14,8 +14,8 @@ from test_weights import published as published_folder
 from test_weights_folder import change_config, change_tensors
 from tiny_models import SEQUENCE_LENGTH, batch_of, tiny
 
+from shardwright.estimate.hardware import Link
 from shardwright.estimate.layers import Machine, estimate_layer
-from shardwright.estimate.messages import Link
 from shardwright.io import BadInput, read_document
 from shardwright.types import Attention, LayerStrategy, Model, Plan, Precision, Strategy
 from shardwright_train.cli import APP

@@ -11,7 +11,7 @@ from random_plans import random_plan
 from tiny_models import tiny
 
 from shardwright.io import write_document
-from shardwright.plan.zigzag import zigzag
+from shardwright.plan.layout import zigzag
 from shardwright_train.cli import APP
 from shardwright_train.data.document_pairs import imbalance, of_ranks, visible_pairs
 from shardwright_train.parallel.context import visible

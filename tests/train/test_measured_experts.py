@@ -10,8 +10,8 @@ from estimated_memory import FLOAT32
 from priced_experts import MODEL, plan_of
 from tiny_models import tiny
 
+from shardwright.estimate.hardware import Link
 from shardwright.estimate.layers import Machine, estimate_experts
-from shardwright.estimate.messages import Link
 from shardwright.key import ExpertKey
 from shardwright.types import ExpertProbe, Recompute
 from shardwright_train.measurement.experts import measure_experts

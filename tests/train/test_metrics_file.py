@@ -8,7 +8,7 @@ import pytest
 from random_plans import random_plan
 from tiny_models import tiny
 
-from shardwright.display.time_left import TimeLeft
+from shardwright.display.units import TimeLeft
 from shardwright.types import StepMetrics
 from shardwright_train.engine.optimizer import StepOutcome
 from shardwright_train.parallel.world import World

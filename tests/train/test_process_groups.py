@@ -19,12 +19,12 @@ from tiny_models import tiny
 
 from shardwright.io import write_document
 from shardwright.launch.heartbeat import RankFiles
-from shardwright.plan.group_names import described_ranks
 from shardwright.plan.process_groups import (
     EDGE_CHANNELS,
     PlannedGroup,
     Purpose,
     communicators,
+    described_ranks,
     process_groups,
 )
 from shardwright.types import Plan, Plans

@@ -6,7 +6,7 @@ from tiny_models import tiny
 
 from shardwright.models.families.deepseek import CORRECTION
 from shardwright.models.frozen import FrozenPart, freeze
-from shardwright.plan.expert_load import expert_slices
+from shardwright.plan.expert_placement import expert_slices
 from shardwright.plan.layout import parameter_box
 from shardwright.types import DataParallel, Strategy
 from shardwright_train.parallel.experts import RouterBias, RouterBiases, corrected_bias

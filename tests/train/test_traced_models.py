@@ -18,7 +18,7 @@ from shardwright.models.description import model_of_config
 from shardwright.models.registry import read_presets
 from shardwright.plan.communication import region_messages
 from shardwright.types import EMBEDDING, HEAD, Attention, LayerStrategy, Precision, Recompute
-from shardwright.types.traced import Traced
+from shardwright.types.model import Traced
 from shardwright_search.advise import traced as search_traced
 from shardwright_search.advise.question import config_notes, model_of
 from shardwright_search.options import AdviseOptions

@@ -13,7 +13,7 @@ from tiny_models import batch_of, engine_of, tiny
 
 from shardwright.io import BadInput
 from shardwright.models.traits import Mask
-from shardwright.plan.zigzag import zigzag
+from shardwright.plan.layout import zigzag
 from shardwright.types import Attention, ContextParallel, LayerStrategy, Plan
 from shardwright_train.data.share import Batch
 from shardwright_train.models.base import family_named

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.plan import buckets
-from shardwright.plan.buckets import copied_bucket_bytes, gradient_buckets
+from shardwright.plan import communication
+from shardwright.plan.communication import copied_bucket_bytes, gradient_buckets
 from shardwright_train.parallel.data import GradientAllReduce
 
 Sent = list[Tensor]
@@ -67,7 +67,7 @@ def test_a_layer_takes_one_message_and_each_gradient_is_summed(sent: Sent, layer
 def test_a_gradient_as_large_as_a_bucket_is_summed_where_it_lies(
     sent: Sent, layer: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buckets, "GRADIENT_BUCKET_BYTES", 96)
+    monkeypatch.setattr(communication, "GRADIENT_BUCKET_BYTES", 96)
     layer(torch.arange(12.0).view(2, 6)).square().sum().backward()
     matrix = gradients(layer)[2]
     reduction = GradientAllReduce(tuple(layer.modules()), None)  # type: ignore[arg-type]
@@ -90,7 +90,7 @@ def test_a_gradient_as_large_as_a_bucket_is_summed_where_it_lies(
 def test_buckets_are_filled_in_order(
     sizes: list[int], together: list[list[int]], copied: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buckets, "GRADIENT_BUCKET_BYTES", 100)
+    monkeypatch.setattr(communication, "GRADIENT_BUCKET_BYTES", 100)
     assert [list(bucket) for bucket in gradient_buckets(sizes)] == together
     assert copied_bucket_bytes(sizes) == copied
 

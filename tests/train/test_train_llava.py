@@ -14,8 +14,8 @@ from tiny_models import SEQUENCE_LENGTH, batch_of, stock_logits, stock_model, ti
 from tiny_multi_modal import SEVERAL
 from torch.utils.flop_counter import FlopCounterMode
 
+from shardwright.estimate.hardware import Link
 from shardwright.estimate.layers import Machine, estimate_layer
-from shardwright.estimate.messages import Link
 from shardwright.io import BadInput
 from shardwright.models.description import model_of_config
 from shardwright.models.frozen import FrozenPart, freeze

@@ -14,9 +14,8 @@ from tiny_models import tiny
 from shardwright.io import BadInput, read_document, write_document
 from shardwright.launch.journal import Journal
 from shardwright.plan.chunks import stage_actions
-from shardwright.types.context_probes import ContextProbe
 from shardwright.types.measurement import Measurement, PlanMeasurement, RankMeasurement
-from shardwright.types.plan import GradientReduction, PipelineStage, Plan, Plans, Precision, Schedule
+from shardwright.types.plan import ContextProbe, GradientReduction, PipelineStage, Plan, Plans, Precision, Schedule
 from shardwright.types.strategy import DataParallel, LayerStrategy, Recompute, Strategy
 from shardwright_train.commands.ranks import start_measure
 from shardwright_train.dry_run import simulate_step

@@ -13,10 +13,9 @@ from rest_long import rest_long
 from tiny_models import LAYERS, SEQUENCE_LENGTH, tiny
 from torch import Tensor
 
+from shardwright.estimate.hardware import Link
 from shardwright.estimate.layers import Machine, estimate_layer
-from shardwright.estimate.messages import Link
-from shardwright.types.attention import Attention
-from shardwright.types.plan import PipelineStage, Plan, Schedule
+from shardwright.types.plan import Attention, PipelineStage, Plan, Schedule
 from shardwright.types.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
 from shardwright_train.dry_run import simulate_step
 from shardwright_train.models.base import family_named

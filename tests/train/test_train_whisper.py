@@ -8,8 +8,8 @@ import torch
 from tiny_models import initial_layer, tiny
 from transformers.models.whisper.modeling_whisper import sinusoids
 
+from shardwright.estimate.hardware import Link
 from shardwright.estimate.layers import Machine, estimate_layer
-from shardwright.estimate.messages import Link
 from shardwright.io import BadInput
 from shardwright.types import Attention, LayerStrategy, Model, Precision
 from shardwright_train.commands.documents import describe_folder

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import CONFIGS, stock_model, tiny
 
-from shardwright.optimizers.matrices import iteration_flops, largest_flops, matrix_dims, update_flops
+from shardwright.optimizers.registry import iteration_flops, largest_flops, matrix_dims, update_flops
 from shardwright.types import Parameter
 from shardwright_train.engine.homes import Held, Homes, orthogonalized
 from shardwright_train.models.base import family_named

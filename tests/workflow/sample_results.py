@@ -8,11 +8,20 @@ import msgspec
 from shardwright.io import write_document
 from shardwright.plan.chunks import stage_actions
 from shardwright.types.cluster import Cluster, NodeGroup, NodeType
-from shardwright.types.correction import Correction, CorrectionFactor, Term
 from shardwright.types.measurement import Measurement, PassTime, PlanMeasurement, RankMeasurement, RankMemory
 from shardwright.types.model import LayerType, Model, Parameter
 from shardwright.types.plan import PipelineStage, Plan, Schedule
-from shardwright.types.prediction import Estimate, Prediction, Proof, RunnerUp, StagePrediction, TimelineEvent
+from shardwright.types.prediction import (
+    Correction,
+    CorrectionFactor,
+    Estimate,
+    Prediction,
+    Proof,
+    RunnerUp,
+    StagePrediction,
+    Term,
+    TimelineEvent,
+)
 from shardwright.types.run import BestCheckpoint, Evaluation, RunResult, StepMetrics
 from shardwright.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 

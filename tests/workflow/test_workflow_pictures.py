@@ -8,9 +8,8 @@ import msgspec
 import pytest
 from sample_results import a_plan, an_estimate
 
-from shardwright.display.colours import strategy_colour, term_colour
 from shardwright.display.plan_picture import draw_memory, draw_plan
-from shardwright.display.svg import WIDTH, document, ticks
+from shardwright.display.svg import WIDTH, document, strategy_colour, term_colour, ticks
 from shardwright.display.timeline import draw_timeline
 from shardwright.display.units import bytes_text, seconds_text
 from shardwright.types import DataParallel, Recompute, SequenceParallel

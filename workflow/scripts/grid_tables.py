@@ -14,7 +14,7 @@ import msgspec
 import pandas as pd
 
 from shardwright.command import POSITIONAL, Command, CommandLine, Options, run
-from shardwright.display.markdown import Section
+from shardwright.display.html import Section
 from shardwright.display.plan_words import layers_summary, shape_words
 from shardwright.io import BadInput, read_document, read_object, write_bytes, write_document
 from shardwright.types import GIB, Measurement, Plan, Plans, Prediction

@@ -5,8 +5,7 @@ from statistics import median
 
 from results import RunOutcome
 from shardwright.display.chart import Panel, linear_axis
-from shardwright.display.colours import PREDICTED
-from shardwright.display.svg import WIDTH, line, marker, picture, text, ticks
+from shardwright.display.svg import PREDICTED, WIDTH, line, marker, picture, text, ticks
 from shardwright.display.units import seconds_text
 
 _STEPS_HEIGHT = 260.0

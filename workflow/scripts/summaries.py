@@ -10,18 +10,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from results import (
-    Comparison,
-    ProfileOutcome,
-    RunOutcome,
-    SearchOutcome,
-    or_dash,
-    plan_text,
-    ratio_text,
-    speed_text,
-)
-from shardwright.display.node_types import NodeTypeUse, binding, node_type_uses
-from shardwright.display.plan_words import layers_summary, shape_words
+from results import Comparison, ProfileOutcome, RunOutcome, SearchOutcome, or_dash, plan_text, ratio_text, speed_text
+from shardwright.display.plan_words import NodeTypeUse, binding, layers_summary, node_type_uses, shape_words
 from shardwright.display.units import bytes_text, seconds_text, usd_text
 from shardwright.types import Plan, Schedule
 from shardwright_search.explain.binding import step_parts

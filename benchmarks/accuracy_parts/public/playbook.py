@@ -12,7 +12,7 @@ import numpy as np
 from accuracy_parts.public.runs import GIB, Machine, Run, rows_of
 
 from shardwright.devices.table import read_devices
-from shardwright.estimate.messages import START_S, moved_bytes, steps
+from shardwright.estimate.hardware import START_S, moved_bytes, steps
 from shardwright.types import DataParallel, Recompute, SequenceParallel
 from shardwright.types.hardware_profile import Collective
 

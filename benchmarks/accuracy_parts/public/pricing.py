@@ -11,9 +11,8 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from shardwright.devices.table import DeviceTable, read_devices
-from shardwright.estimate.hardware import NodeRates
+from shardwright.estimate.hardware import NETWORK_STEP_S, NodeRates
 from shardwright.estimate.machines import Efficiencies, Rates, rates_of
-from shardwright.estimate.messages import NETWORK_STEP_S
 from shardwright.estimate.profile import hardware_profile, model_profile
 from shardwright.estimate.runtimes import SHARDWRIGHT, Runtime
 from shardwright.estimate.settings import ProfileSettings

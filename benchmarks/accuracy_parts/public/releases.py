@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shardwright.estimate.runtimes import Graphs
-from shardwright.types.dispatcher import Dispatcher
+from shardwright.types.strategy import Dispatcher
 
 __all__ = ["experts_as_run", "release_of"]
 

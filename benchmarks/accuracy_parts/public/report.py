@@ -8,7 +8,7 @@ from accuracy_parts.figures import spearman
 from accuracy_parts.public.pricing import Factors, Priced, Unpriced, priced
 from accuracy_parts.public.runs import Run
 
-from shardwright.estimate.accuracy import memory_range
+from shardwright.estimate.notes import memory_range
 
 __all__ = ["compared", "contradicted", "far_off", "tables"]
 

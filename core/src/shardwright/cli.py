@@ -5,7 +5,7 @@ from importlib.metadata import entry_points
 from typing import NoReturn
 
 from shardwright.command import Command, CommandLine, run
-from shardwright.command.faults import show
+from shardwright.command.command_line import show
 from shardwright.io import BadInput
 from shardwright.io.versions import product_version
 

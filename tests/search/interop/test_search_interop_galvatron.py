@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from shardwright.io import BadInput, read_document, write_document
-from shardwright.types.attention import Attention
-from shardwright.types.plan import GradientReduction, Plan, Precision, Schedule
-from shardwright.types.regions import BoundaryTensor
+from shardwright.types.model import BoundaryTensor
+from shardwright.types.plan import Attention, GradientReduction, Plan, Precision, Schedule
 from shardwright.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.cli import APP
 from shardwright_search.options import GalvatronRun

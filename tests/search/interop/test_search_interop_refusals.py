@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from shardwright.io import BadInput
-from shardwright.types.attention import Attention
-from shardwright.types.plan import PipelineStage, Plan, Precision, Schedule
+from shardwright.types.plan import Attention, PipelineStage, Plan, Precision, Schedule
 from shardwright.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.systems.galvatron import galvatron_file
 from shardwright_search.systems.megatron import megatron_arguments

@@ -40,8 +40,7 @@ A command is a struct of options and a function that takes it::
 - Tests call `run(APP, ["fit", ...])`, which raises SystemExit.
 """
 
-from shardwright.command.command_line import Command, CommandLine, run
-from shardwright.command.faults import show
+from shardwright.command.command_line import Command, CommandLine, run, show
 from shardwright.command.options import POSITIONAL, Off, Options
 
 __all__ = ["POSITIONAL", "Command", "CommandLine", "Off", "Options", "run", "show"]

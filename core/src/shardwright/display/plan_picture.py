@@ -5,9 +5,22 @@ from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from shardwright.display.chart import bytes_axis
-from shardwright.display.colours import BUDGET, strategy_colour, term_colour
 from shardwright.display.plan_words import strategy_words
-from shardwright.display.svg import FAINT, NARROW, PAPER, WIDTH, bar, element, legend, line, picture, text
+from shardwright.display.svg import (
+    BUDGET,
+    FAINT,
+    NARROW,
+    PAPER,
+    WIDTH,
+    bar,
+    element,
+    legend,
+    line,
+    picture,
+    strategy_colour,
+    term_colour,
+    text,
+)
 from shardwright.display.units import bytes_text
 from shardwright.types import EMBEDDING, HEAD, Estimate, LayerStrategy, Plan, Recompute, Strategy
 

@@ -5,8 +5,20 @@ from itertools import groupby
 from textwrap import wrap
 from typing import NamedTuple
 
-from shardwright.display.colours import chunk_colour, term_colour
-from shardwright.display.svg import FAINT, PAPER, WIDTH, bar, element, legend, line, picture, text, ticks
+from shardwright.display.svg import (
+    FAINT,
+    PAPER,
+    WIDTH,
+    bar,
+    chunk_colour,
+    element,
+    legend,
+    line,
+    picture,
+    term_colour,
+    text,
+    ticks,
+)
 from shardwright.types import Estimate, Plan, TimelineEvent
 
 PASSES, GRADIENTS, FORTH, BACK = "passes", "gradients", "send_forward", "send_backward"

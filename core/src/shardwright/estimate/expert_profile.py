@@ -11,17 +11,9 @@ from shardwright.estimate.machines import Machines
 from shardwright.estimate.settings import ProfileSettings, block_types
 from shardwright.io.table import Source, Sourced
 from shardwright.key import ExpertKey, LayerKey
-from shardwright.models.recomputed import recompute_kinds
+from shardwright.models.context import recompute_kinds
 from shardwright.plan.axes import layout_of
-from shardwright.types import (
-    Experts,
-    ExpertStrategy,
-    LayerStrategy,
-    Model,
-    Recompute,
-    Strategy,
-    misfit,
-)
+from shardwright.types import Experts, ExpertStrategy, LayerStrategy, Model, Recompute, Strategy, misfit
 from shardwright.types.limits import MAX_COUNT
 from shardwright.types.model_profile import ExpertRow, HostRow, LayerFigures, LayerRow
 

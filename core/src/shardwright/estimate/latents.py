@@ -1,7 +1,6 @@
 """Operations and saved tensors of attention whose keys and values come from one latent (MLA, DeepSeek-AI 2024)."""
 
-from shardwright.estimate.part import Part
-from shardwright.estimate.shapes import attention_shape
+from shardwright.estimate.part import Part, attention_shape
 from shardwright.models.registry import facts_of
 from shardwright.models.traits import Latents, Mask
 from shardwright.types import Model, Region

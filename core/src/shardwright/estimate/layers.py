@@ -14,15 +14,9 @@ from typing import NamedTuple
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from shardwright.estimate.expert_parts import (
-    exchange_kernels,
-    expert_parameters,
-    experts_of,
-    experts_part,
-    has_biases,
-)
+from shardwright.estimate.expert_parts import exchange_kernels, expert_parameters, experts_of, experts_part, has_biases
+from shardwright.estimate.hardware import Link, messages_time_s
 from shardwright.estimate.held import OURS, Held, Module
-from shardwright.estimate.messages import Link, messages_time_s
 from shardwright.estimate.part import Part
 from shardwright.estimate.parts import layer_parts
 from shardwright.estimate.runtimes import OPERATOR_S, Graphs
@@ -30,10 +24,9 @@ from shardwright.key import ExpertKey
 from shardwright.models.registry import FAMILIES
 from shardwright.optimizers.registry import ADAMW, Optimizer, shards_of
 from shardwright.plan.axes import axes_of
-from shardwright.plan.communication import Message, loss_messages, region_messages
-from shardwright.plan.expert_messages import shares_experts
-from shardwright.plan.parameter_groups import parameter_groups
-from shardwright.plan.schedules.passes import Pass
+from shardwright.plan.communication import Message, loss_messages, region_messages, shares_experts
+from shardwright.plan.layout import parameter_groups
+from shardwright.plan.schedules.schedule import Pass
 from shardwright.types import (
     EMBEDDING,
     HEAD,
@@ -47,9 +40,9 @@ from shardwright.types import (
     SequenceParallel,
     Strategy,
 )
-from shardwright.types.attention import FUSED_SDPA, Attention
 from shardwright.types.hardware_profile import Collective
 from shardwright.types.model_profile import LayerFigures
+from shardwright.types.plan import FUSED_SDPA, Attention
 
 KERNEL_START_S = 5e-6
 """Time that every kernel adds on the device: filling and draining it."""

@@ -5,8 +5,8 @@ from typing import Literal, NamedTuple
 from msgspec.structs import replace
 
 from shardwright.devices.table import Device, DeviceTable, device_named
+from shardwright.estimate.hardware import Link, moved_bytes
 from shardwright.estimate.layers import ATTENTION_BACKWARD, FLASH2_BACKWARD, ExpertHabits, Machine
-from shardwright.estimate.messages import Link, moved_bytes
 from shardwright.estimate.runtimes import SHARDWRIGHT, AttentionKernel, Runtime
 from shardwright.io import BadInput
 from shardwright.types import EMBEDDING, FP8, HEAD, NARROW_BITS, NVFP4

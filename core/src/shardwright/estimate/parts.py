@@ -13,18 +13,16 @@ from msgspec import UNSET
 
 from shardwright.estimate.expert_parts import PRODUCT_KERNELS, ROUTER_KERNELS, experts_part, router_part
 from shardwright.estimate.latents import latent_attention_part
-from shardwright.estimate.part import Part
-from shardwright.estimate.shapes import attended_positions, attention_shape, stream_elements, tensors_of
+from shardwright.estimate.part import Part, attended_positions, attention_shape, stream_elements, tensors_of
 from shardwright.io import BadInput
 from shardwright.models.facts import Family
 from shardwright.models.low_rank import LOW_RANK_KERNELS
 from shardwright.models.mtp import mtp_depth, mtp_layers
 from shardwright.models.registry import facts_of, facts_of_type
 from shardwright.models.traits import MULTIPLIED, SINK_FEATURES, Mask
-from shardwright.plan.communication import LOSS_ELEMENTS
-from shardwright.plan.regathers import low_rank_pairs
+from shardwright.plan.communication import LOSS_ELEMENTS, low_rank_pairs
 from shardwright.types import EMBEDDING, HEAD, LOW_RANK, LayerType, Model, Region, base_type
-from shardwright.types.traced import Traced
+from shardwright.types.model import Traced
 
 _KERNELS = {"attention": 20, "mlp": 15, "lookup": 5, "logits": 15, "merge": 5, "join": 12}
 """Kernels of one forward pass of a part, about the number that an unfused Hugging Face model launches."""

@@ -13,10 +13,9 @@ from msgspec.structs import asdict, replace
 
 from shardwright.estimate.curves import fits_table
 from shardwright.estimate.expert_profile import expert_rows, host_rows, micro_batch_sizes, pipeline_rows, rest_rows
-from shardwright.estimate.hardware import Network, NodeRates, analytic_hardware
+from shardwright.estimate.hardware import Link, Network, NodeRates, analytic_hardware
 from shardwright.estimate.layers import SCORES_KEPT, Machine, estimate_layer, masks_bytes, optimizer_time_s
 from shardwright.estimate.machines import Efficiencies, Machines, Rates, link_of, machines_of, matrix_efficiency
-from shardwright.estimate.messages import Link
 from shardwright.estimate.notes import Process, hardware_notes, model_notes
 from shardwright.estimate.overlap import Overlap
 from shardwright.estimate.runtimes import SHARDWRIGHT, Runtime, attention_of
@@ -26,10 +25,9 @@ from shardwright.io.hdf5 import Provenance
 from shardwright.io.table import Source, Sourced, Table
 from shardwright.io.versions import PRODUCT, versions_text
 from shardwright.key import LayerKey
-from shardwright.models.recomputed import recompute_kinds
+from shardwright.models.context import recompute_kinds
 from shardwright.optimizers.registry import ADAMW
 from shardwright.types import EMBEDDING, HEAD, ITEMSIZE, NARROW_BITS, Cluster, Model, Precision, misfit, profiled_as
-from shardwright.types.dispatcher import Dispatcher
 from shardwright.types.hardware_profile import HardwareProfile
 from shardwright.types.model_profile import (
     ExchangeRow,
@@ -42,7 +40,7 @@ from shardwright.types.model_profile import (
     ProfileOrigin,
     StateRow,
 )
-from shardwright.types.strategy import LayerStrategy, Recompute, Strategy
+from shardwright.types.strategy import Dispatcher, LayerStrategy, Recompute, Strategy
 
 
 class AnalyticProfile(NamedTuple):

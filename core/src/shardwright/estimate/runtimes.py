@@ -28,7 +28,7 @@ from shardwright.estimate.held import (
 from shardwright.estimate.overlap import Overlap, Slowdowns, overlap_slowdowns
 from shardwright.io import Value
 from shardwright.types import Attention, Microseconds, NonNegativeNumber
-from shardwright.types.dispatcher import Dispatcher
+from shardwright.types.strategy import Dispatcher
 
 OPERATOR_S = 42e-6
 """Time that the host takes for a kernel of eager PyTorch: Python, autograd, dispatch and driver.

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from msgspec import UNSET
 
+from shardwright.estimate.hardware import Link
 from shardwright.estimate.layers import Machine, weight_share
-from shardwright.estimate.messages import Link
 from shardwright.plan.axes import axes_of
 from shardwright.types import EMBEDDING, HEAD, ITEMSIZE, LayerType, Model, Parameter, Precision, Strategy
-from shardwright.types.attention import Attention
+from shardwright.types.plan import Attention
 
 _DEVICE = Machine(220.0, 1.0, Link(0.0, 0.0))
 """A device that makes 220 operations of products while it moves a byte, as recent ones do in 16 bits."""

@@ -2,5 +2,3 @@
 
 from shardwright.io.errors import *
 from shardwright.io.json import *
-from shardwright.io.suggestions import *
-from shardwright.io.text import *

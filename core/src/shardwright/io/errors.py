@@ -11,10 +11,12 @@ ShardwrightError
 """
 
 import errno
+import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from difflib import SequenceMatcher
 from typing import ClassVar
 
 _MAX_CHARACTERS = 1000
@@ -124,3 +126,38 @@ def one_line_errors() -> Iterator[None]:
     except ShardwrightError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
+
+
+# Suggestions for misspelled names.
+
+
+_MOST = 3
+_ALIKE = 0.6
+"""The least similarity, from 0 to 1, of a name that may have been meant: the default of `difflib.get_close_matches`."""
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
+    """Return a question that suggests the most similar known names, or `otherwise` if none is similar."""
+    scored = sorted(((_likeness(name.lower(), each.lower()), each) for each in known), key=lambda pair: -pair[0])
+    near = [each for score, each in scored[:_MOST] if score >= _ALIKE]
+    return f"did you mean {' or '.join(near)}?" if near else otherwise
+
+
+def _likeness(name: str, known: str) -> float:
+    """Return the similarity of two names: the mean for the whole name and for its beginning."""
+    return sum(SequenceMatcher(None, name, other).ratio() for other in (known, known[: len(name)])) / 2
+
+
+# Checks that texts can be shown in a terminal or a picture unchanged.
+
+
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
+
+
+def has_controls(text: str) -> bool:
+    """Return whether a text contains characters that control a terminal or are not valid in XML.
+
+    That is control characters but line breaks and tabs, changes of the writing direction, separators of lines and
+    paragraphs, halves of surrogate pairs, and the two characters that are none.
+    """
+    return _CONTROLS.search(text) is not None

@@ -13,10 +13,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.io.errors import WRITE_AGAIN, BadInput
+from shardwright.io.errors import WRITE_AGAIN, BadInput, has_controls
 from shardwright.io.json import Value, check_regular, checked_header, write_bytes
 from shardwright.io.table import Column, Row, Table, columns_of
-from shardwright.io.text import has_controls
 
 _MAX_BYTES = 2**30
 OPTIONAL = MappingProxyType({"optional": True})

@@ -11,8 +11,8 @@ from msgspec import Meta
 from msgspec.inspect import BoolType, EnumType, FloatType, IntType, Metadata, StrType
 from numpy.typing import ArrayLike, NDArray
 
+from shardwright.io.errors import has_controls
 from shardwright.io.json import Value
-from shardwright.io.text import has_controls
 
 
 class Source(StrEnum):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from shardwright.plan.group_names import described_ranks
+from shardwright.plan.process_groups import described_ranks
 
 _MAX_WAITING = 100
 """Number of unfinished collectives that are reported of a rank, the earliest first."""

@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from shardwright.io import BadInput, Value
-from shardwright.io.owner import OWNER, is_gone, this_process
+from shardwright.io.json import OWNER, is_gone, this_process
 from shardwright.launch.nodes import Nodes
 
 _MAX_WHO_BYTES = 300

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from shardwright.io import BadInput, check_regular, read_object, sha256_of_file
 from shardwright.models.low_rank_targets import ALL_LINEAR, Names, Targets
 from shardwright.models.traits import Only
-from shardwright.types.low_rank import LowRank
+from shardwright.types.model import LowRank
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

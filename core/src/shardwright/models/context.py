@@ -3,11 +3,25 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from shardwright.io import BadInput
 from shardwright.models.facts import Family
 from shardwright.models.registry import FAMILIES
 from shardwright.models.traits import Mask
 from shardwright.plan.axes import axes_of
-from shardwright.types import NARROW_BITS, Attention, Cluster, ContextParallel, Model, Plan, Precision
+from shardwright.types import (
+    NARROW_BITS,
+    PARTS,
+    RECOMPUTE_PARTS,
+    Attention,
+    Cluster,
+    ContextParallel,
+    Model,
+    Plan,
+    Precision,
+    Recompute,
+    RecomputeChoice,
+    RecomputedPart,
+)
 
 WITHOUT_FLASH = "attends to no positions of other ranks, as cp_size asks for"
 """The reason why flash_attention_2 is not used with context parallelism."""
@@ -109,3 +123,22 @@ def _ring_obstacles(model: Model, attention: Attention) -> Iterator[Obstacle]:
 
 def _no_ring(lack: str) -> Obstacle:
     return Obstacle(f"context ring {lack}", "use gather")
+
+
+# The kinds of recomputation that the word `parts` stands for, which a model's attention decides.
+
+
+def recompute_kinds(asked: RecomputeChoice, model: Model) -> tuple[Recompute, ...]:
+    """Return the kinds of recomputation that were asked for, listed or by the word `parts`.
+
+    Of that word's sets those of latents only if the model has some. Raises BadInput if the parts of the model's blocks
+    are not known.
+    """
+    if asked != PARTS:
+        return asked
+    facts = FAMILIES.get(model.family)
+    if facts is None:
+        problem = f"recompute {PARTS}: parts of {model.family} blocks are not known"
+        raise BadInput(f"model {model.name}", problem, "list kinds such as none and full")
+    latents = facts.attention.latents(facts.configured(model.config)) is not None
+    return tuple(kind for kind in RECOMPUTE_PARTS if latents or RecomputedPart.LATENTS not in kind.parts)

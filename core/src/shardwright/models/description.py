@@ -11,20 +11,12 @@ from msgspec import UNSET, UnsetType
 
 from shardwright.io import BadInput
 from shardwright.models.alike import read_config
-from shardwright.models.config_keys import (
-    is_length,
-    is_number,
-    known_keys,
-    not_a_length,
-    without_notes,
-    wrong_values,
-)
+from shardwright.models.config_keys import is_length, is_number, known_keys, not_a_length, without_notes, wrong_values
 from shardwright.models.facts import Family
 from shardwright.models.registry import FAMILIES
 from shardwright.models.traits import ATTENDED, MULTIPLIED, POSITIONS, VALUES, Config
 from shardwright.types.limits import MAX_LAYERS
-from shardwright.types.model import EMBEDDING, HEAD, LayerType, Model, Parameter
-from shardwright.types.regions import BoundaryTensor, Experts, Heads, Region
+from shardwright.types.model import EMBEDDING, HEAD, BoundaryTensor, Experts, Heads, LayerType, Model, Parameter, Region
 
 _TABLES = (
     "embed_tokens",

@@ -12,8 +12,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from shardwright.io import BadInput
-from shardwright.types.low_rank import LOW_RANK
-from shardwright.types.model import EMBEDDING, HEAD, LayerType, Model, Parameter, base_type
+from shardwright.types.model import EMBEDDING, HEAD, LOW_RANK, LayerType, Model, Parameter, base_type
 
 OPTION = "--frozen"
 Place = int | str

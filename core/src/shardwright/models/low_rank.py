@@ -32,8 +32,7 @@ from shardwright.models.low_rank_targets import (
     selected,
 )
 from shardwright.models.registry import TRACED_TOWERS, facts_of
-from shardwright.types.low_rank import LOW_RANK
-from shardwright.types.model import EMBEDDING, HEAD, LayerType, Model, Parameter, base_type
+from shardwright.types.model import EMBEDDING, HEAD, LOW_RANK, LayerType, Model, Parameter, base_type
 
 FIRST, SECOND = f"{LOW_RANK}A.weight", f"{LOW_RANK}B.weight"
 """Ends of the names of A and B, after the name of their module."""

@@ -18,9 +18,7 @@ from shardwright.models.facts import Family
 from shardwright.models.frozen import Place, layers_of
 from shardwright.models.registry import facts_of
 from shardwright.models.traits import ExpertKeys
-from shardwright.types.low_rank import LOW_RANK
-from shardwright.types.model import EMBEDDING, HEAD, Model, Parameter, base_type
-from shardwright.types.traced import Traced
+from shardwright.types.model import EMBEDDING, HEAD, LOW_RANK, Model, Parameter, Traced, base_type
 
 _CPU_S = 2
 """Limit of processor time for all matches of an adapter; published ones take milliseconds."""

@@ -6,35 +6,304 @@ what this rank sends; sends are counted by the sender.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import StrEnum
 from itertools import product
 from math import lcm, prod
+from typing import NamedTuple
 
 from msgspec import UNSET
 
 from shardwright.plan import tied_weights
-from shardwright.plan.axes import Axis, Layout, axes_of, layout_of
-from shardwright.plan.chunks import (
-    chunk_layers,
-    gathers_spared,
-    incoming_layout,
-    needs_gradient,
-    sending_cuts,
-)
-from shardwright.plan.context_messages import context_messages
-from shardwright.plan.expert_messages import expert_messages, shares_experts
-from shardwright.plan.layout import closed_groups, parameter_box, sent_numel
-from shardwright.plan.messages import Cause as Cause
-from shardwright.plan.messages import Message as Message
-from shardwright.plan.messages import sent_through
-from shardwright.plan.parameter_groups import ParameterGroup, parameter_groups
-from shardwright.plan.regathers import regathers
-from shardwright.plan.schedules.passes import Pass
+from shardwright.plan.axes import Axis, Layout, ParameterAxes, axes_of, layout_of
+from shardwright.plan.chunks import chunk_layers, gathers_spared, incoming_layout, needs_gradient, sending_cuts
+from shardwright.plan.layout import ParameterGroup, closed_groups, parameter_box, parameter_groups, sent_numel
+from shardwright.plan.schedules.schedule import Pass
+from shardwright.types import Experts
 from shardwright.types.hardware_profile import Collective
-from shardwright.types.model import HEAD, LayerType, Model, Parameter
+from shardwright.types.model import HEAD, LOW_RANK, BoundaryTensor, Heads, LayerType, Model, Parameter, Region
 from shardwright.types.plan import ITEMSIZE, GradientReduction, Plan
-from shardwright.types.regions import BoundaryTensor, Region
-from shardwright.types.strategy import DataParallel, Recompute, Strategy
+from shardwright.types.strategy import ContextParallel, DataParallel, LayerStrategy, Recompute, Strategy
+
+# Regions that gather their input again for weight gradients, under Megatron's sequence parallelism.
+
+
+_FIRST = f"{LOW_RANK}A."
+
+
+def regathers(kind: LayerType) -> tuple[bool, ...]:
+    """Return, for each region of a layer type, whether a matrix that multiplies its input is trained.
+
+    A region ends with a matrix that is cut by its inputs, and the parameters are in the order of the modules. If
+    there are not as many such matrices as regions, all regions are taken to be as the layer is. If all is trained,
+    all gather again, however the family lays its matrices out.
+    """
+    if all(p.trained or p.is_buffer for p in kind.parameters):
+        return (True,) * len(kind.regions)
+    ends = [i for i, p in enumerate(kind.parameters) if _is_cut_by_inputs(p)]
+    if len(ends) != len(kind.regions):
+        return (any(map(_keeps_its_input, kind.parameters)),) * len(kind.regions)
+    stretches = zip([0, *ends], ends, strict=False)
+    return tuple(any(map(_keeps_its_input, kind.parameters[first:end])) for first, end in stretches)
+
+
+def low_rank_pairs(kind: LayerType) -> tuple[tuple[tuple[int, bool], ...], ...]:
+    """Return the low-rank pairs inside each region of a layer type: the rank, and whether W is cut by its inputs.
+
+    Pairs of experts are left out. If regions cannot be told apart, the first one has all.
+    """
+    firsts = [(i, p) for i, p in enumerate(kind.parameters) if _FIRST in p.name and p.ep_dim is UNSET]
+    ends = [i for i, p in enumerate(kind.parameters) if _is_cut_by_inputs(p)]
+    if len(ends) != len(kind.regions):
+        everything = tuple((p.shape[0], p.tp_dim is not None) for _, p in firsts)
+        return (everything, *((),) * (len(kind.regions) - 1))
+    # The pair beside the matrix that ends a region stands behind it.
+    regions = (min(sum(end < i - (p.tp_dim is not None) * 2 for end in ends), len(ends) - 1) for i, p in firsts)
+    placed = list(zip(regions, firsts, strict=True))
+    return tuple(
+        tuple((p.shape[0], p.tp_dim is not None) for region, (_, p) in placed if region == number)
+        for number in range(len(ends))
+    )
+
+
+def _is_cut_by_inputs(parameter: Parameter) -> bool:
+    """Return whether a parameter is a matrix [outputs, inputs] sharded by inputs; biases may have two dims too."""
+    is_matrix = len(parameter.shape) == 2 and not parameter.name.endswith(".bias") and not parameter.shared
+    return is_matrix and LOW_RANK not in parameter.name and parameter.tp_dim == 1
+
+
+def _keeps_its_input(parameter: Parameter) -> bool:
+    """Return whether the gradient of a parameter needs the input of its region."""
+    if not parameter.trained or len(parameter.shape) < 2:
+        return False
+    is_cut = (parameter.tp_dim is not None or parameter.inside) and not parameter.name.endswith(".bias")
+    return is_cut if LOW_RANK not in parameter.name else _FIRST in parameter.name and parameter.inside
+
+
+# Messages of a step: their cause, collective, size and number.
+
+
+class Cause(StrEnum):
+    """The causes of messages."""
+
+    PARAMETERS = "parameters"
+    """ZeRO gathers parameters."""
+    GRADIENTS = "gradients"
+    """Data-parallel ranks sum gradients."""
+    PARTIAL_GRADIENTS = "partial_gradients"
+    """Tensor-parallel ranks sum the gradients of replicated parameters that each applied to its own part."""
+    TENSOR_PARALLEL = "tensor_parallel"
+    """Activations enter and leave matrices that ranks share."""
+    ULYSSES = "ulysses"
+    """Positions are exchanged for heads."""
+    CONTEXT = "context"
+    """Keys and values go to the ranks whose positions attend to them, and gradients back."""
+    EXPERTS = "experts"
+    """Positions go to the ranks of their experts and back; ranks that share a sequence count what was chosen."""
+    LOSS = "loss"
+    """Ranks that share a vocabulary sum their parts of the cross entropy."""
+    REDISTRIBUTION = "redistribution"
+    """Two layers lie differently over the ranks."""
+    PIPELINE = "pipeline"
+    """Sends between pipeline stages."""
+    TIED_PARAMETERS = "tied_parameters"
+    """Gradients of parameters that several layers hold replicas of."""
+    NORM = "norm"
+    """Loss, gradient norm and the wish to stop, over all ranks."""
+
+
+class Message(NamedTuple):
+    """A collective or a send in which a rank takes part a number of times."""
+
+    cause: Cause
+    collective: Collective
+    group_size: int
+    bytes: int
+    during: Pass | None
+    """The pass to which it belongs; None at the end of a step."""
+    times: int = 1
+
+
+def sent_through(kind: LayerType, messages: Iterable[Message]) -> Iterator[Message]:
+    """Yield the messages of passes through a layer; without a backward pass, only those that carry activations."""
+    return (m for m in messages if kind.has_backward or m.during is None or not m.during.makes_gradients)
+
+
+# Messages of expert parallelism: positions sent to their experts' ranks and back, and routing counts.
+#
+# The formulas assume an even load, in which each rank sends as much to one rank as to another; routers may differ.
+
+
+_COUNT_BYTES = 4
+"""Bytes of the number that counts how often an expert was chosen."""
+_WEIGHT_BYTES = 4
+"""Bytes of the weight of an expert's result, at least."""
+
+
+def shares_experts(strategy: Strategy) -> bool:
+    """Return whether experts have a separate grid of ranks."""
+    return isinstance(strategy, LayerStrategy) and strategy.experts is not UNSET
+
+
+def expert_messages(
+    kind: LayerType,
+    strategy: Strategy,
+    samples: int,
+    tensors: Mapping[str, BoundaryTensor],
+    itemsize: int,
+    microbatches: int,
+) -> Iterator[Message]:
+    """Yield the messages of one layer's experts in one step of microbatches of `samples`.
+
+    If ranks have parts of a sequence, the balance loss takes the counts of the whole. Recomputation of the
+    feed-forward part, and selective recomputation, repeat what the forward pass did.
+    """
+    if kind.experts is UNSET:
+        return
+    recompute = getattr(strategy, "recompute", Recompute.NONE)
+    replays = recompute.replays_experts
+    passes = (Pass.FORWARD, Pass.BACKWARD) if replays else (Pass.FORWARD,)
+    axes = axes_of(strategy)
+    here = axes.rank_samples(samples)
+    apart = axes.exchanges_heads or (shares_experts(strategy) and axes.gathers_sequence)
+    inside = axes.layout.sample_ranks // axes.context.size if apart else 1
+    for ranks in (inside, axes.context.size):
+        size = here * kind.experts.number * _COUNT_BYTES
+        for during in passes if ranks > 1 else ():
+            yield Message(Cause.EXPERTS, Collective.ALL_REDUCE, ranks, size, during, microbatches)
+    grid = strategy.expert_grid if isinstance(strategy, LayerStrategy) else None
+    if grid is not None:
+        positions = rank_positions(kind, strategy, samples, tensors)
+        sizes = _row_bytes(kind.experts, positions, _stream(kind, tensors).features, itemsize)
+        for message in _grid_messages(axes_of(grid).dense, sizes, replays):
+            yield message._replace(times=message.times * microbatches)
+
+
+def rank_positions(kind: LayerType, strategy: Strategy, samples: int, tensors: Mapping[str, BoundaryTensor]) -> int:
+    """Return the positions of a microbatch of `samples` that each rank sends to experts on other ranks."""
+    axes = axes_of(strategy)
+    return axes.rank_samples(samples) * _stream(kind, tensors).sequence_length // axes.layout.sequence.size
+
+
+def _stream(kind: LayerType, tensors: Mapping[str, BoundaryTensor]) -> BoundaryTensor:
+    """Return the tensor that experts take in and give."""
+    return next(tensors[region.leaves] for region in kind.regions if region.name == "mlp" and region.leaves)
+
+
+class _Sizes(NamedTuple):
+    """Bytes of the messages of one rank's positions to experts."""
+
+    counts: int
+    rows: int
+    weights: int
+
+
+def _row_bytes(experts: Experts, positions: int, features: int, itemsize: int) -> _Sizes:
+    rows = positions * experts.top_k
+    return _Sizes(experts.number * _COUNT_BYTES, rows * features * itemsize, rows * max(itemsize, _WEIGHT_BYTES))
+
+
+def _grid_messages(axes: ParameterAxes, sizes: _Sizes, replays: bool) -> Iterator[Message]:
+    """Yield the messages of a micro-batch: rows go to their experts' ranks, which may be tensor-parallel groups.
+
+    These gather the rows that all of them get, and sum results as they scatter them.
+    """
+    if (ranks := axes.experts.size) > 1:
+        for size, there, back in ((sizes.counts, 1, 0), (sizes.rows, 2, 2), (sizes.weights, 1, 1)):
+            yield from _passes(Collective.ALL_TO_ALL, ranks, size, there, back + there * replays)
+    if (ranks := axes.tensor.size) > 1:
+        for size, back in ((sizes.counts, 0), (sizes.rows, 1), (sizes.weights, 0)):
+            yield from _passes(Collective.ALL_GATHER, ranks, ranks * size, 1, back + replays)
+        for size, there in ((sizes.rows, 1), (sizes.weights, 0)):
+            yield from _passes(Collective.REDUCE_SCATTER, ranks, ranks * size, there, 1 + there * replays)
+
+
+def _passes(collective: Collective, ranks: int, size: int, forward: int, backward: int) -> Iterator[Message]:
+    """Yield messages of one size, with the number of them in each pass."""
+    for during, times in ((Pass.FORWARD, forward), (Pass.BACKWARD, backward)):
+        if times:
+            yield Message(Cause.EXPERTS, collective, ranks, size, during, times)
+
+
+# Messages of context parallelism: keys and values of other ranks, and their gradients.
+#
+# Sources: gather, Grattafiori et al. 2024; ring, Liu et al. 2023, whose gradients go round behind keys and values.
+
+
+class KeysAndValues(NamedTuple):
+    """The keys and values of one attention, for all samples of a rank, with positions split over ranks."""
+
+    numel: int
+    """Elements of keys and values, for the positions of all ranks and the heads of one."""
+    queries: int
+    """Elements of the queries of one rank, or of the result if it is larger."""
+    ranks: int
+
+
+def keys_and_values(
+    kind: LayerType, strategy: Strategy, samples: int, tensors: Mapping[str, BoundaryTensor]
+) -> tuple[KeysAndValues, ...]:
+    """Return the keys and values of each attention of a layer for microbatches of `samples`.
+
+    None without context parallelism.
+    Of tensor-parallel ranks each has its heads; Ulysses repeats those of keys until its degree divides their number.
+    """
+    axes = axes_of(strategy)
+    if not axes.shares_context:
+        return ()
+
+    def of_region(heads: Heads) -> KeysAndValues:
+        ranks = axes.region.size
+        count = lcm(heads.kv_heads, ranks) if axes.exchanges_heads else heads.kv_heads
+        widths, parts = (heads.head_features, heads.features_of_values), axes.context.size
+        of_keys, of_queries = (
+            axes.rank_samples(samples) * tensors[name].sequence_length for name in (heads.keys, heads.queries)
+        )
+        both = of_keys * count * sum(widths) // ranks
+        queries = of_queries * heads.heads * max(widths) // ranks // parts
+        return KeysAndValues(both, queries, parts)
+
+    return tuple(of_region(region.attention) for region in kind.regions if region.attention is not None)
+
+
+def context_messages(
+    kind: LayerType,
+    strategy: Strategy,
+    samples: int,
+    tensors: Mapping[str, BoundaryTensor],
+    compute_itemsize: int,
+    reduce_itemsize: int,
+    microbatches: int,
+) -> Iterator[Message]:
+    """Yield the messages of one layer's context parallelism in one step of microbatches of `samples`.
+
+    Gathered keys and values are gathered again in the backward pass, or by the replay right before it, and their
+    gradients scattered. Round a ring of n ranks, keys and values take n-1 steps forward and as many backward, once more
+    where attention is recomputed but for selective recomputation, which keeps its result; their gradients take n.
+    """
+    recompute = getattr(strategy, "recompute", Recompute.NONE)
+    is_ring = isinstance(strategy, LayerStrategy) and strategy.context is ContextParallel.RING
+    for numel, _, ranks in keys_and_values(kind, strategy, samples, tensors):
+        size, reduced = numel * compute_itemsize, numel * reduce_itemsize
+        if is_ring:
+            again = 1 + (recompute.replays("attention") and recompute is not Recompute.SELECTIVE)
+            steps = (
+                (Pass.FORWARD, size, ranks - 1),
+                (Pass.BACKWARD, size, again * (ranks - 1)),
+                (Pass.BACKWARD, reduced, ranks),
+            )
+            sent = [
+                Message(Cause.CONTEXT, Collective.P2P, 2, each // ranks, during, times * microbatches)
+                for during, each, times in steps
+            ]
+        else:
+            sent = [
+                Message(Cause.CONTEXT, Collective.ALL_GATHER, ranks, size, Pass.FORWARD, microbatches),
+                Message(Cause.CONTEXT, Collective.ALL_GATHER, ranks, size, Pass.BACKWARD, microbatches),
+                Message(Cause.CONTEXT, Collective.REDUCE_SCATTER, ranks, reduced, Pass.BACKWARD, microbatches),
+            ]
+        yield from sent_through(kind, sent)
+
 
 LOSS_ELEMENTS = 1 << 24
 """Logits that the cross entropy has in float32 at a time."""
@@ -328,3 +597,34 @@ def _tied_parameter_messages(plan: Plan, rank: int) -> Iterator[Message]:
 def _padded(parameters: Sequence[Parameter], parts: int, ranks: int) -> int:
     """Return the number of elements of tensor-parallel parts that are padded to equal shards."""
     return ranks * sum(parameter.shard_numel(parts, ranks) for parameter in parameters)
+
+
+# Buckets of gradients of a replicated layer that are summed in one message.
+
+
+GRADIENT_BUCKET_BYTES = 25 * 2**20
+"""The most that gradients are brought together to, as much as PyTorch's DistributedDataParallel does (Li et al. 2020).
+
+Enough for a message to be as fast a byte as any; and no more, for what is brought together is copied.
+"""
+
+
+def gradient_buckets(sizes: Sequence[int]) -> Iterator[range]:
+    """Yield the range of gradients in each bucket, in order, given their bytes.
+
+    A gradient as large as a bucket is separate.
+    """
+    start = held = 0
+    for number, size in enumerate(sizes):
+        if number > start and held + size > GRADIENT_BUCKET_BYTES:
+            yield range(start, number)
+            start, held = number, 0
+        held += size
+    if start < len(sizes):
+        yield range(start, len(sizes))
+
+
+def copied_bucket_bytes(sizes: Sequence[int]) -> int:
+    """Return the largest copy that filling buckets needs; a gradient that is a separate bucket is reduced in place."""
+    copied = (sum(sizes[i] for i in bucket) for bucket in gradient_buckets(sizes) if len(bucket) > 1)
+    return max(copied, default=0)

@@ -1,11 +1,12 @@
 """Placed experts: which ranks hold which of a layer's experts, if these are not neighbours."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from statistics import fmean
 
 from msgspec import UNSET
 
-from shardwright.types import Plan
+from shardwright.types import ExpertLoad, Model, Plan
 
 
 def experts_by_place(plan: Plan, layer: str) -> tuple[int, ...] | None:
@@ -25,3 +26,43 @@ def neighbours(order: Sequence[int], low: int, high: int) -> Iterator[tuple[slic
         if place == high or order[place] != order[place - 1] + 1:
             yield slice(start - low, place - low), (order[start], order[start] + place - start)
             start = place
+
+
+# The imbalance of a model's layers by a logged load of experts: how much more the fullest rank gets than the mean.
+
+
+def expert_slices(model: Model) -> Mapping[int, slice]:
+    """Return the place of each layer's experts, by its number, in a row of the experts of all layers in order."""
+    slices, start = {}, 0
+    for layer, name in enumerate(model.layers):
+        if (experts := model.types[name].experts) is not UNSET:
+            slices[layer] = slice(start, start := start + experts.number)
+    return slices
+
+
+def load_misfit(load: ExpertLoad, model: Model) -> str | None:
+    """Return why a load does not match a model's experts, or None if it does.
+
+    Each layer that the load names has as many experts, and of each type of layer with experts at least one is named.
+    """
+    for one in load.layers:
+        kind = model.types[model.layers[one.layer]] if one.layer < len(model.layers) else None
+        experts = UNSET if kind is None else kind.experts
+        if experts is UNSET:
+            return f"layer {one.layer} of {model.name} has no experts"
+        if experts.number != len(one.shares):
+            return f"layer {one.layer} of {model.name} has {experts.number} experts, not {len(one.shares)}"
+    named = {model.layers[one.layer] for one in load.layers}
+    lacking = [name for name in dict.fromkeys(model.layers) if model.types[name].experts is not UNSET]
+    return next((f"it has no layer of type {name}" for name in lacking if name not in named), None)
+
+
+def imbalances(load: ExpertLoad, model: Model, ep_size: int) -> Mapping[str, float]:
+    """Return the imbalance of experts in `ep_size` groups by type of layer: the mean over its layers.
+
+    Other types are not in it. Raises ValueError if `ep_size` does not divide the experts of a layer.
+    """
+    of_type: dict[str, list[float]] = {}
+    for one in load.layers:
+        of_type.setdefault(model.layers[one.layer], []).append(one.imbalance(ep_size))
+    return {name: fmean(values) for name, values in of_type.items()}

@@ -1,13 +1,15 @@
 """Parts of parameters that ranks hold, and the pieces of a microbatch that move between two layouts."""
 
+from collections.abc import Set
 from functools import lru_cache
 from itertools import cycle
 from typing import NamedTuple
 
 from msgspec import UNSET
+from msgspec.structs import replace
 
 from shardwright.plan.axes import ActivationShard, Layout, axes_of
-from shardwright.types import LayerStrategy, Parameter, Strategy
+from shardwright.types import LayerStrategy, LayerType, Parameter, Plan, Strategy
 
 
 class Transfer(NamedTuple):
@@ -106,3 +108,65 @@ def sent_numel(source: Layout, target: Layout, samples: int, sequence_length: in
         if apart or transfer.source != transfer.target:
             sent[transfer.source] += transfer.piece.tokens * features
     return tuple(sent)
+
+
+# The order in which a plan lays out the positions of a sample, so that causal attention is as much work everywhere.
+
+
+def position_order(plan: Plan, causal: bool) -> tuple[int, ...] | None:
+    """Return the positions of a sample in the order in which a plan's ranks have them; None if it is unchanged.
+
+    They keep their order where no rank attends to positions of others, and where attention is not causal.
+    """
+    parts = max(strategy.cp_size for strategy in (plan.embedding, *plan.layers, plan.head))
+    return zigzag(plan.model.sequence_length, parts) if causal and parts > 1 else None
+
+
+def zigzag(length: int, parts: int) -> tuple[int, ...]:
+    """Return the positions of a sample in 2 x parts equal chunks: the first, the last, the second, the last but one.
+
+    Under a causal mask each pair of chunks is as much work as another (Grattafiori et al. 2024), so that contiguous
+    shares of whole pairs are, for every number of ranks that divides `parts`.
+    """
+    size = length // (2 * parts)
+    chunks = (chunk for pair in range(parts) for chunk in (pair, 2 * parts - 1 - pair))
+    return tuple(position for chunk in chunks for position in range(chunk * size, (chunk + 1) * size))
+
+
+# Groups of a layer's parameters that are sharded in the same way: experts, and all others.
+
+
+class ParameterGroup(NamedTuple):
+    """The parameters of a layer type that are sharded by one strategy."""
+
+    kind: LayerType
+    """The type with only these parameters; for experts, with the parameters of one group of experts."""
+    strategy: Strategy
+
+    def without(self, names: Set[str]) -> "ParameterGroup":
+        """Return the group without the parameters of these names."""
+        kept = tuple(p for p in self.kind.parameters if p.name not in names)
+        return self._replace(kind=replace(self.kind, parameters=kept))
+
+    def uncut(self, kind: LayerType) -> LayerType:
+        """Return the layer's type with only the group's parameters, unsharded."""
+        names = {p.name for p in self.kind.parameters}
+        return replace(kind, parameters=tuple(p for p in kind.parameters if p.name in names))
+
+
+def parameter_groups(kind: LayerType, strategy: Strategy) -> tuple[ParameterGroup, ...]:
+    """Return the groups of a layer's parameters, experts last."""
+    if not isinstance(strategy, LayerStrategy) or strategy.experts is UNSET:
+        return (ParameterGroup(kind, strategy),)
+    return _with_experts(kind, strategy)
+
+
+def _with_experts(kind: LayerType, strategy: LayerStrategy) -> tuple[ParameterGroup, ...]:
+    grid = strategy.expert_grid
+    assert grid is not None
+    experts = tuple(p.of_experts(grid.ep_size) for p in kind.parameters if p.ep_dim is not UNSET)
+    others = tuple(p for p in kind.parameters if p.ep_dim is UNSET)
+    return (
+        ParameterGroup(replace(kind, parameters=others), replace(strategy, experts=UNSET)),
+        ParameterGroup(replace(kind, parameters=experts), grid),
+    )

@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 from msgspec import UNSET, Meta, UnsetType
 
 from shardwright.io import Document, Value
-from shardwright.types.expert_probes import ExpertMeasurement
 from shardwright.types.limits import (
     Bytes,
     NonNegativeCount,
@@ -16,7 +15,7 @@ from shardwright.types.limits import (
     SeveralRanks,
     SignedSeconds,
 )
-from shardwright.types.plan import Plan
+from shardwright.types.plan import ExpertMeasurement, Plan
 
 
 class Segment(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,8 +1,8 @@
 """Model descriptions for the planner: layer types, their shapes, and which degrees must divide what."""
 
 from collections.abc import Callable
-from math import prod
-from typing import Annotated, Any
+from math import prod, sqrt
+from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, UnsetType, field
 from msgspec.structs import replace
@@ -11,15 +11,162 @@ from shardwright.io import Document, Value, sha256_of_value
 from shardwright.types.limits import (
     MAX_DIMS,
     MAX_LAYERS,
+    Bytes,
+    Elements,
     Flops,
     Length,
     Name,
     NonNegativeCount,
+    PositiveNumber,
+    Sha256,
     Tokens,
 )
-from shardwright.types.low_rank import LowRank
-from shardwright.types.regions import BoundaryTensor, Experts, Region
-from shardwright.types.traced import Traced
+
+# The parts of a layer: the tensors between layers, where tensor parallelism communicates, attention and experts.
+
+
+class BoundaryTensor(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tensor [batch, sequence_length, features] that a layer passes to the next, also between pipeline stages."""
+
+    name: str
+    """Name that the runtime gives it."""
+    sequence_length: Tokens
+    """Positions per sample."""
+    features: Length
+    """Elements per position."""
+
+
+class Heads(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The attention heads of a region; Ulysses exchanges positions for heads."""
+
+    queries: str
+    """The boundary tensor whose positions attend."""
+    keys: str
+    """The boundary tensor whose positions are attended to."""
+    heads: Length
+    """Query heads."""
+    kv_heads: Length
+    """Key and value heads."""
+    head_features: Length
+    """Features of one head."""
+    value_features: Length | None = None
+    """Features of one value head; null: as many as a query head's."""
+    window: Length | None = None
+    """Number of positions to which each attends, itself the last (an encoder as many after it), below the samples'
+    length; null: all."""
+    alibi: bool = False
+    """True if scores fall with the distance of positions, at a slope for each head (Press et al. 2022)."""
+    sinks: bool = False
+    """True if the softmax has a further score of each head, which weighs nothing (Xiao et al. 2024)."""
+
+    @property
+    def features_of_values(self) -> int:
+        """Return the features of one value head, which are also a head's output features."""
+        return self.value_features or self.head_features
+
+
+class Region(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A stretch of a layer in which tensor-parallel ranks hold different features (Shoeybi et al. 2019)."""
+
+    name: Literal["attention", "mlp", "lookup", "logits"]
+    """Part of the layer that it is of: `recompute` names the first two."""
+    enters: tuple[str, ...] = ()
+    """Boundary tensors whose whole sequence the region's matrices take in."""
+    leaves: str | None = None
+    """The boundary tensor with the shape of the sum over the ranks; null for the head, where only numbers are
+    summed."""
+    replays_sum: tuple[Literal["full", "attention", "mlp"], ...] = ()
+    """The kinds of recomputation that repeat that sum even at their end, because something after it is kept."""
+    attention: Heads | None = None
+    """The attention inside."""
+
+
+class Experts(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The experts of a layer: feed-forward networks, some of which a router chooses for each position."""
+
+    number: Length
+    """Experts of the layer."""
+    top_k: Length
+    """Experts that compute each position."""
+    features: Length
+    """Features between the matrices of one expert."""
+    shared_features: Length | UnsetType = UNSET
+    """Hidden features of the experts that compute every position; omitted if there are none."""
+
+    def __post_init__(self) -> None:
+        if self.top_k > self.number:
+            raise ValueError(f"top_k {self.top_k} exceeds the number of experts, {self.number}")
+
+
+LOW_RANK = ".lora_"
+"""Text between the name of a module and the names of its low-rank matrices, A and B (Hu et al. 2021), as in peft."""
+
+
+class LowRank(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Low-rank matrices added to frozen ones (Hu et al. 2021): y = W x + scaling B A x; only A and B are trained."""
+
+    rank: Length
+    """Rows of A, and columns of B, except for matrices with a rank of their own."""
+    alpha: PositiveNumber
+    """Numerator of the scaling."""
+    targets: Annotated[tuple[str, ...], Meta(min_length=1)]
+    """The modules that have them, as the adapter's configuration names them."""
+    rank_stabilized: bool = False
+    """Whether the scaling is alpha over the root of the rank (Kalajdzievski 2023), and not over the rank."""
+    starts_at_zero: bool = True
+    """Whether B is drawn as zeros, so that the model begins as the frozen one; else as A is."""
+    alphas: dict[str, PositiveNumber] | UnsetType = UNSET
+    """Other numerators, by the full names of modules, or of experts' parameters, in the stock model; omitted if
+    none."""
+    weights_sha256: Sha256 | UnsetType = UNSET
+    """Identity of the adapter's trained weights, with which a run starts; omitted if they are drawn."""
+
+    def alpha_of(self, name: str) -> float:
+        """Return the numerator of a module, or of a parameter of experts, by its full name in the stock model."""
+        return self.alpha if self.alphas is UNSET else self.alphas.get(name, self.alpha)
+
+    def scaling_of(self, name: str, rank: int) -> float:
+        """Return the factor of a module's low-rank product, by the module's name and rank."""
+        return self.alpha_of(name) / (sqrt(rank) if self.rank_stabilized else rank)
+
+
+class Traced(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Operations and kept tensors of a layer for one sample, of a pass in bfloat16 with a flash kernel on one rank.
+
+    Elements are of tensors in the compute format; bytes are of all others, whatever that format is.
+    """
+
+    product_flops: Flops
+    """Operations of products with parameters."""
+    attention_flops: Flops
+    """Operations of products of activations, those that a causal mask leaves out included."""
+    multiplied: Elements
+    """Elements of the parameters that are multiplied with."""
+    kept: Elements
+    """Elements kept for the backward pass, what the layer receives included where it is kept."""
+    kept_bytes: Bytes
+    """Further bytes kept: of norms in float32, of masks, of numbers."""
+    products: Elements
+    """Elements that products and attention give."""
+    widest: Elements
+    """Elements of the largest tensor that an operator gives; of a head, of the logits."""
+    kernels: NonNegativeCount
+    """Operators that start a kernel."""
+    whole_flops: Flops = 0
+    """Operations among those of products that every tensor-parallel rank repeats; omitted if nothing is shared out."""
+    whole: Elements = 0
+    """Elements among those kept that every tensor-parallel rank has whole; omitted if nothing is shared out."""
+    whole_products: Elements = 0
+    """Elements among those of products that every tensor-parallel rank has whole; omitted if nothing is shared out."""
+    linear: tuple[str, ...] = ()
+    """Modules that are a Linear, by their names in the layer; of the head, those of the embedding, too."""
+    like_linear: tuple[str, ...] = ()
+    """Modules that peft takes for a Linear, and that are a class of their own."""
+    of_experts: tuple[str, ...] = ()
+    """Of the head: names of modules that peft may take for parameters of experts, wherever they are."""
+    path: str = ""
+    """The list of blocks in the stock model that a block is in; empty if its parameters have their full names."""
+
 
 EMBEDDING = "embedding"
 HEAD = "head"

@@ -8,13 +8,96 @@ from typing import Annotated, Final, Literal, assert_never
 from msgspec import UNSET, Meta, UnsetType, to_builtins
 
 from shardwright.io import Document, Value, sha256_of_value
-from shardwright.types.attention import Attention
 from shardwright.types.cluster import Cluster
-from shardwright.types.context_probes import ContextProbe
-from shardwright.types.expert_probes import ExpertProbe
-from shardwright.types.limits import Count, Name, NonNegativeCount, Rank, Samples
+from shardwright.types.limits import (
+    Bytes,
+    Count,
+    Name,
+    NonNegativeCount,
+    PositiveSeconds,
+    Rank,
+    Ranks,
+    Samples,
+    Seconds,
+    SeveralRanks,
+)
 from shardwright.types.model import EMBEDDING, HEAD, LayerType, Model
-from shardwright.types.strategy import ContextParallel, LayerStrategy, SequenceParallel, Strategy
+from shardwright.types.strategy import ContextParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
+
+# Probes of a layer's experts by themselves, and their measurements.
+
+
+_Times = Annotated[tuple[Seconds, ...], Meta(min_length=1)]
+
+
+class ExpertProbe(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Experts of one rank that compute rows in isolation, the same number for each expert."""
+
+    type: str
+    """The layer's type in the model description of the plans in the same file."""
+    experts: Count
+    """Experts of the rank."""
+    etp_size: Ranks
+    """Ranks that share each expert's features out."""
+    recompute: Recompute
+    """Activations of the layer that are computed again in the backward pass."""
+    rows: Count
+    """Rows of the rank over all its experts."""
+
+
+class ExpertMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The measurement of a probe of experts on a rank, while all ranks ran it."""
+
+    probe: ExpertProbe
+    """The probe that was run."""
+    forward_s: _Times
+    """Time of each forward pass."""
+    backward_s: _Times
+    """Time of each backward pass."""
+    activation_bytes: Bytes
+    """Resident from the forward to the backward pass."""
+    workspace_bytes: Bytes
+    """The most that was resident beyond that during a pass."""
+    reference_s: PositiveSeconds
+    """Time of the reference workload right before."""
+
+
+# Probes on one device whose samples are one rank's part of longer samples, with the keys of all parts.
+
+
+class ContextProbe(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A probe whose samples represent one rank's part of longer samples (context parallelism)."""
+
+    plan: NonNegativeCount
+    """Place of the plan."""
+    cp_size: SeveralRanks
+    """Number of ranks over which a sample would be split; the rank of the plan stands for one, and its keys for all."""
+
+
+class Attention(StrEnum):
+    """Attention kernels."""
+
+    AUTO = "auto"
+    """The fastest that the device and the installation have."""
+    SDPA = "sdpa"
+    """PyTorch's scaled_dot_product_attention; on a GPU by the fused kernel that PyTorch prefers, on Hopper cuDNN's."""
+    SDPA_MATH = "sdpa_math"
+    """PyTorch's attention by matrix products that keep all scores, which is slow on a GPU."""
+    SDPA_FLASH = "sdpa_flash"
+    """PyTorch's own FlashAttention-2 and no other kernel, as context parallelism has it in 16 bits."""
+    SDPA_EFFICIENT = "sdpa_efficient"
+    """PyTorch's memory-efficient kernel and no other; on GPUs only."""
+    SDPA_CUDNN = "sdpa_cudnn"
+    """cuDNN's kernel and no other; on GPUs only, and not across ranks."""
+    FLASH_ATTENTION_2 = "flash_attention_2"
+    """The flash-attn package (Dao 2023)."""
+    EAGER = "eager"
+    """Plain matrix products and a softmax."""
+
+
+FUSED_SDPA = (Attention.SDPA, Attention.SDPA_FLASH, Attention.SDPA_EFFICIENT, Attention.SDPA_CUDNN)
+"""PyTorch's attention by kernels that keep no scores."""
+
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 FP8: Final = "fp8"

@@ -299,3 +299,15 @@ def _grid(experts: ExpertStrategy, ranks: int) -> ExpertGrid:
 
 def _sizes(experts: ExpertStrategy) -> str:
     return f"ep_size {experts.ep_size}" + f" x etp_size {experts.etp_size}" * (experts.etp_size > 1)
+
+
+# How rows are sent to the ranks of their experts.
+
+
+class Dispatcher(StrEnum):
+    """How rows are sent to the ranks of their experts."""
+
+    ALL_TO_ALL = "all-to-all"
+    """One message for each pair of a position and an expert of its choice."""
+    PER_NODE = "per-node"
+    """One message for each other node or NVLink domain, and from there one for each rank, as DeepEP and HybridEP."""

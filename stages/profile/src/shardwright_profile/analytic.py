@@ -4,9 +4,8 @@ import sys
 from pathlib import Path
 
 from shardwright.devices.table import DeviceTable, read_devices
-from shardwright.estimate.hardware import node_rates
+from shardwright.estimate.hardware import NETWORK_STEP_S, node_rates
 from shardwright.estimate.machines import Efficiencies, Rates, rates_of
-from shardwright.estimate.messages import NETWORK_STEP_S
 from shardwright.estimate.notes import Process
 from shardwright.estimate.profile import hardware_profile, model_profile
 from shardwright.estimate.runtimes import attention_of

@@ -13,11 +13,9 @@ from rich.console import Console
 
 from shardwright.command import show
 from shardwright.display.chart import ChartAxis, Panel, bytes_axis, linear_axis, logarithmic_axis
-from shardwright.display.colours import series_numbers
-from shardwright.display.columns import PrintedColumn
-from shardwright.display.svg import SOFT, document, legend, line, marker, picture, text
+from shardwright.display.columns import PrintedColumn, line_width
+from shardwright.display.svg import SOFT, document, legend, line, marker, picture, series_numbers, text
 from shardwright.display.units import bytes_text, rate_text, seconds_text
-from shardwright.display.wrapping import line_width
 from shardwright.estimate.curves import design_of
 from shardwright.io import BadInput, write_bytes
 from shardwright.io.hdf5 import format_of

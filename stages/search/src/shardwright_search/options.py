@@ -7,9 +7,17 @@ from typing import Annotated, Literal
 from msgspec import UNSET, Meta, field
 
 from shardwright.command import POSITIONAL, Off, Options
-from shardwright.types.attention import Attention
 from shardwright.types.limits import Count, Gib, NonNegativeNumber, PositiveNumber, Samples, Seconds, Share, Tokens
-from shardwright.types.plan import Base, ComputeType, DType, GradientReduction, OptimizerName, Precision, Schedule
+from shardwright.types.plan import (
+    Attention,
+    Base,
+    ComputeType,
+    DType,
+    GradientReduction,
+    OptimizerName,
+    Precision,
+    Schedule,
+)
 from shardwright.types.strategy import ContextParallel, DataParallel, Recompute, SequenceParallel
 from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.profile_options import Imbalance, ModelOptions, ProfileOptions

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-from shardwright.plan.schedules.closed_form import ClosedForm
 from shardwright.plan.schedules.one_f_one_b import OneFOneB
+from shardwright.plan.schedules.schedule import ClosedForm
 from shardwright.types import Schedule
 
 

@@ -1,8 +1,8 @@
 """Interleaved 1F1B with split backward passes, as torch's `ScheduleInterleavedZeroBubble` has them."""
 
-from shardwright.plan.schedules.closed_form import ClosedForm
 from shardwright.plan.schedules.greedy import SplitSchedule
 from shardwright.plan.schedules.interleaved_1f1b import Interleaved1F1B
+from shardwright.plan.schedules.schedule import ClosedForm
 from shardwright.types import Schedule
 
 

@@ -1,12 +1,107 @@
-"""The interface of a schedule: its order of passes and closed form, for running, simulating and searching."""
+"""The interface of a schedule: its order of passes and closed form, for running, simulating and searching.
+
+What distinguishes one kind of pass is in the table `Pass`, which schedules, the runtime, the simulator and the memory
+of a stage read. They ask a row for its facts rather than for its name.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from enum import StrEnum
+from operator import floordiv, mod
+from typing import ClassVar, NamedTuple, TypeVar
 
-from shardwright.plan.schedules.closed_form import ClosedForm
-from shardwright.plan.schedules.passes import Action, Pass
+import numpy as np
+from numpy.typing import NDArray
+
 from shardwright.types import Schedule
+
+
+class Pass(StrEnum):
+    """The kinds of passes of a micro-batch through a layer range, in the order in which a micro-batch makes them."""
+
+    way: int
+    """Which range receives its result: 1 the next range, -1 the previous one, 0 none."""
+    needs: str | None
+    """The kind of pass of the same microbatch and range that precedes it, and whose activations it frees."""
+    makes_gradients: bool
+    """Whether it adds to the gradients of parameters: none goes through layers before the first trained one."""
+    fill: int
+    """How often it counts in the time that the pipeline takes to fill and drain: 0 or less if other passes hide it."""
+
+    FORWARD = "forward", 1, None, False, 1
+    BACKWARD = "backward", -1, "forward", True, 1
+    WEIGHT = "weight", 0, "backward", True, -1
+    """Gradients of matrices, which a split backward pass leaves to a pass of their own."""
+
+    def __new__(cls, name: str, way: int, needs: str | None, makes_gradients: bool, fill: int) -> "Pass":
+        """Make a row of the table of passes."""
+        row = str.__new__(cls, name)
+        row._value_, row.way, row.needs, row.makes_gradients, row.fill = name, way, needs, makes_gradients, fill
+        return row
+
+
+class Action(NamedTuple):
+    """A pass of one microbatch through one layer range of a pipeline stage."""
+
+    kind: Pass
+    microbatch: int
+    chunk: int = 0
+    """Number of the layer range in the stage's `layers`; a microbatch goes through chunk 0 of every stage first."""
+
+
+def middle(times: Sequence[float], during: Pass) -> Sequence[float]:
+    """Return the times of passes without communication of parameters or gradients, if a step has such passes.
+
+    `times`: of one pass of each microbatch, in order. The first forward pass gathers, the first backward pass adds to
+    nothing, the last one reduces.
+    """
+    return times[1:-1] or (times[:-1] if during.makes_gradients else times[1:]) or times
+
+
+# The closed form of a step's time, which the search minimises: coefficients that all bounds and labels read.
+#
+# A_i is the forward and backward pass of one microbatch in pipeline stage i, all its chunks and the sends at their
+# ends; C_i is the part of A_i that fills and drains the pipeline: the sends, and each pass times its `fill`. It equals
+# A_i unless some passes hide others, as weight gradients do in zero-bubble schedules (Qi et al. 2024). U_i is what
+# follows the stage's last backward pass, the exposed gradient sync and the optimizer.
+
+Times = TypeVar("Times", int, float, NDArray[np.float64])
+
+
+class ClosedForm(NamedTuple):
+    """Whole coefficients of a step's time: T = (fill sum C + steady max A + once max U + hidden max(A - C)) / parts."""
+
+    fill: int
+    """Coefficient of the sum of C over all stages, which one microbatch takes on its way."""
+    steady: int
+    """Coefficient of the slowest stage, for the microbatches that follow it."""
+    once: int = 1
+    """Coefficient of what comes at a step's end."""
+    hidden: int = 0
+    """Coefficient of the largest A - C, which the pipeline hides while it fills, and makes up for at its end."""
+    parts: int = 1
+
+    def time(self, total: Times, slowest: Times, exposed: Times, hidden: Times | int = 0) -> Times:
+        """Return T of the sum of C and the largest A, U and A - C, all in one unit, rounded up to a whole one."""
+        if self.parts == 1:
+            return self.fill * total + self.steady * slowest + self.once * exposed + self.hidden * hidden
+        # Whole times apart from parts of them, lest a float64 lose digits.
+        whole, rest = (ClosedForm(*(divided(n, self.parts) for n in self[:4])) for divided in (floordiv, mod))
+        given = total, slowest, exposed, hidden
+        return whole.time(*given) - (-rest.time(*given) // self.parts)
+
+
+def step_time(
+    forms: Sequence[ClosedForm], total: Times, slowest: Times, exposed: Times, hidden: Times | int = 0
+) -> Times:
+    """Return the largest T of several closed forms."""
+    first, *others = (form.time(total, slowest, exposed, hidden) for form in forms)
+    for other in others:
+        first = np.maximum(first, other) if isinstance(first, np.ndarray) else max(first, other)
+    return first
+
+
+# The interface.
 
 
 class PipelineSchedule(ABC):

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from shardwright.plan.schedules.closed_form import ClosedForm
 from shardwright.plan.schedules.greedy import Order, SplitSchedule
-from shardwright.plan.schedules.passes import Action, Pass
+from shardwright.plan.schedules.schedule import Action, ClosedForm, Pass
 from shardwright.types import Schedule
 
 _CHUNKS = 2

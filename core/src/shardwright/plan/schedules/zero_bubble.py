@@ -1,7 +1,7 @@
 """ZB-H1 and ZB-H2 (Qi et al. 2024): 1F1B with split backward passes, whose weight gradients fill its bubbles."""
 
-from shardwright.plan.schedules.closed_form import ClosedForm
 from shardwright.plan.schedules.greedy import SplitSchedule
+from shardwright.plan.schedules.schedule import ClosedForm
 from shardwright.types import Schedule
 
 

@@ -8,13 +8,7 @@ from shardwright.io.table import Source
 from shardwright.key import LayerKey
 from shardwright.plan.differences import Duration
 from shardwright.types.model_profile import ContextRow, FitMode, FitRow, LayerRow, Quantity
-from shardwright_profile.model.probe_results import (
-    LAYERS,
-    LayerPair,
-    ProbeResult,
-    layer_pairs,
-    seconds_per_layer,
-)
+from shardwright_profile.model.probe_results import LAYERS, LayerPair, ProbeResult, layer_pairs, seconds_per_layer
 
 
 def context_rows(

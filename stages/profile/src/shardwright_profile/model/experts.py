@@ -13,14 +13,7 @@ from shardwright.io import BadInput
 from shardwright.io.table import Source, Sourced
 from shardwright.key import ExpertKey
 from shardwright.plan.axes import Layout, layout_of
-from shardwright.types import (
-    ExpertMeasurement,
-    Measurement,
-    Model,
-    Recompute,
-    RecomputedPart,
-    Strategy,
-)
+from shardwright.types import ExpertMeasurement, Measurement, Model, Recompute, RecomputedPart, Strategy
 from shardwright.types.model_profile import ExpertRow, LayerFigures, LayerRow
 from shardwright_profile.model.probe_results import ProbeResult
 

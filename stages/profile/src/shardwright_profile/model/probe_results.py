@@ -11,16 +11,7 @@ from shardwright.io.hdf5 import Provenance
 from shardwright.key import LayerKey, rows_by_key
 from shardwright.plan.differences import Duration, median_of, paired_difference
 from shardwright.plan.process_groups import COMMUNICATOR_BYTES, communicator_bytes, communicators
-from shardwright.types import (
-    EMBEDDING,
-    HEAD,
-    Attention,
-    DataParallel,
-    Measurement,
-    Plan,
-    PlanMeasurement,
-    profiled_as,
-)
+from shardwright.types import EMBEDDING, HEAD, Attention, DataParallel, Measurement, Plan, PlanMeasurement, profiled_as
 from shardwright.types.model_profile import ProfileOrigin
 from shardwright_profile.model.probes import is_apart, layer_counts, no_probe, probe_key
 

@@ -11,11 +11,10 @@ from shardwright.estimate.expert_profile import expert_keys, sparse_types
 from shardwright.estimate.settings import ProfileSettings, block_types, formatted, misfit_of
 from shardwright.io import BadInput
 from shardwright.key import LayerKey
-from shardwright.models.context import context_obstacle, gpu_format, ring_obstacle
+from shardwright.models.context import context_obstacle, gpu_format, recompute_kinds, ring_obstacle
 from shardwright.models.mtp import mtp_layers
-from shardwright.models.recomputed import recompute_kinds
 from shardwright.plan.axes import axes_of, layout_of, strategy_on
-from shardwright.plan.expert_messages import shares_experts
+from shardwright.plan.communication import shares_experts
 from shardwright.types import (
     EMBEDDING,
     HEAD,

@@ -5,8 +5,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from shardwright.display.chart import ChartAxis, Panel, bytes_axis, linear_axis
-from shardwright.display.colours import MEASURED
-from shardwright.display.svg import INK, PAPER, WIDTH, element, picture
+from shardwright.display.svg import INK, MEASURED, PAPER, WIDTH, element, picture
 from shardwright.display.units import bytes_text, seconds_text, usd_text
 
 _HEIGHT, _TOP, _BOTTOM, _LEFT, _RIGHT = 300.0, 30.0, 250.0, 80.0, 40.0

@@ -8,7 +8,7 @@ from shardwright.devices.utilization import Utilization, model_flops_utilization
 from shardwright.display.html import html_drawings, html_list, html_page, html_table, html_tiles, with_contents
 from shardwright.display.plan_picture import draw_memory, draw_plan
 from shardwright.display.units import seconds_text
-from shardwright.estimate.accuracy import SEEN
+from shardwright.estimate.notes import SEEN
 from shardwright.types import GIB
 from shardwright_search.advise.front_picture import Axis, Point, draw_front
 from shardwright_search.advise.report import (

@@ -11,18 +11,18 @@ from msgspec.structs import replace
 
 from shardwright.devices.table import Device, DeviceTable, device_named, read_devices
 from shardwright.display.units import gib_text
-from shardwright.estimate.accuracy import MEMORY_SEEN, SPARE_SHARE
 from shardwright.estimate.hardware import NodeRates, node_rates
 from shardwright.estimate.machines import Efficiencies, rates_of
+from shardwright.estimate.notes import MEMORY_SEEN, SPARE_SHARE
 from shardwright.estimate.profile import hardware_profile, model_profile
 from shardwright.estimate.runtimes import SHARDWRIGHT, Runtime, attention_of
 from shardwright.estimate.settings import ProfileSettings
 from shardwright.io import BadInput, did_you_mean
 from shardwright.models.alike import read_config, read_configuration
 from shardwright.models.config_keys import without_notes
+from shardwright.models.context import recompute_kinds
 from shardwright.models.description import USUAL_TOKENS, model_of_config
 from shardwright.models.mtp import with_mtp
-from shardwright.models.recomputed import recompute_kinds
 from shardwright.models.registry import FAMILIES, read_presets
 from shardwright.types import (
     FP8,

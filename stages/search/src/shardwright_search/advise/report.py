@@ -11,11 +11,11 @@ from rich.console import Group, RenderableType
 from shardwright.devices.utilization import MFU_COUNTS, model_flops_utilization
 from shardwright.display.plan_words import layer_runs, optimizer_words, strategy_words
 from shardwright.display.units import duration_text, gib_text, usd_text
-from shardwright.estimate.accuracy import EXPANDABLE, SEEN, SPARE_SHARE, memory_range
+from shardwright.estimate.notes import EXPANDABLE, SEEN, SPARE_SHARE, memory_range
 from shardwright.models.context import plan_obstacle
 from shardwright.types import GIB, Estimate, Offload, Plan
-from shardwright.types.dispatcher import Dispatcher
 from shardwright.types.model_profile import ExchangeRow
+from shardwright.types.strategy import Dispatcher
 from shardwright_search.advise.by_schedule import LIMIT_S, SPLIT_LIMIT_S, OfSchedule
 from shardwright_search.advise.leaner_plans import ways_to_fit
 from shardwright_search.advise.question import Question

@@ -8,8 +8,8 @@ from time import process_time
 
 from msgspec.structs import replace
 
+from shardwright.display.columns import line_width, wrapped
 from shardwright.display.units import gib_text
-from shardwright.display.wrapping import line_width, wrapped
 from shardwright.io import BadInput, NothingFits, check_new, check_writable, write_bytes, write_document
 from shardwright.types import Cluster, Estimate, Model, Plan
 from shardwright_search.advise.by_schedule import by_schedule

@@ -13,8 +13,8 @@ from rich.console import Group, RenderableType
 from shardwright.display.svg import document
 from shardwright.display.timeline import draw_timeline, idle_s
 from shardwright.io import BadInput, atomic_path, read_document, sha256_of_file
-from shardwright.models.recomputed import recompute_kinds
-from shardwright.plan.schedules.passes import Pass
+from shardwright.models.context import recompute_kinds
+from shardwright.plan.schedules.schedule import Pass
 from shardwright.types import Estimate, Plan, Prediction, RunnerUp
 from shardwright_search.commands.prediction import (
     Inputs,
@@ -27,13 +27,7 @@ from shardwright_search.commands.prediction import (
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.plan import Evaluation, cost_model_of, evaluate
 from shardwright_search.cost_model.time_model import TimeModel
-from shardwright_search.explain.binding import (
-    Change,
-    LayerAlternatives,
-    binding_lines,
-    faster_changes,
-    fullest_stage,
-)
+from shardwright_search.explain.binding import Change, LayerAlternatives, binding_lines, faster_changes, fullest_stage
 from shardwright_search.explain.levers import levers
 from shardwright_search.explain.printing import Lines, show_rich, table
 from shardwright_search.explain.tables import answers_shown, difference, explanation, levers_table, node_types_table

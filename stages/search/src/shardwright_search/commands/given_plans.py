@@ -6,7 +6,7 @@ from os.path import realpath
 from pathlib import Path
 
 from shardwright.command import show
-from shardwright.display.wrapping import line_width, wrapped
+from shardwright.display.columns import line_width, wrapped
 from shardwright.io import BadInput, atomic_path, check_new, read_document, sync_path, write_document
 from shardwright.types import Cluster, Model, Plan
 from shardwright_search.advise.choices import reading_of
@@ -19,11 +19,7 @@ from shardwright_search.commands.prediction import (
     written,
 )
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
-from shardwright_search.options import (
-    EvaluateOptions,
-    ExportOptions,
-    UniformOptions,
-)
+from shardwright_search.options import EvaluateOptions, ExportOptions, UniformOptions
 from shardwright_search.profile_options import ProfileOptions
 from shardwright_search.systems.entry import Reading, Setting
 from shardwright_search.systems.launch import Launch

@@ -7,10 +7,10 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from shardwright.command import show
-from shardwright.display.wrapping import line_width, wrapped
+from shardwright.display.columns import line_width, wrapped
 from shardwright.io import BadInput, read_document, write_document
 from shardwright.plan.axes import neighbouring_experts
-from shardwright.plan.expert_load import load_misfit
+from shardwright.plan.expert_placement import load_misfit
 from shardwright.types import ExpertLoad, Plan
 from shardwright_search.commands.prediction import prediction_of_evaluated, read_inputs, written
 from shardwright_search.cost_model.expert_load import LoadFile

@@ -9,7 +9,7 @@ from time import monotonic
 from msgspec import UNSET
 
 from shardwright.command import show
-from shardwright.display.wrapping import line_width, wrapped
+from shardwright.display.columns import line_width, wrapped
 from shardwright.io import (
     BadInput,
     NothingFits,

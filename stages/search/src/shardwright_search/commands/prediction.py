@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from shardwright.display.plan_words import headline, stage_lines
 from shardwright.io import BadInput, atomic_path, read_document, sha256_of_file, write_document
 from shardwright.io.versions import PRODUCT, versions_text
-from shardwright.models.recomputed import recompute_kinds
+from shardwright.models.context import recompute_kinds
 from shardwright.types import MIB, Correction, Estimate, Plan, Prediction, Proof, RunnerUp
 from shardwright_search.alternatives import NEAR
 from shardwright_search.candidates import Candidate

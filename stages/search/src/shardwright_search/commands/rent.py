@@ -10,7 +10,7 @@ from typing import NamedTuple
 from rich.console import Group
 
 from shardwright.display.svg import document
-from shardwright.estimate.accuracy import SEEN
+from shardwright.estimate.notes import SEEN
 from shardwright.io import BadInput, NothingFits, check_new, check_writable, write_bytes
 from shardwright.io.hdf5 import write_profile
 from shardwright.types import Model, Plan

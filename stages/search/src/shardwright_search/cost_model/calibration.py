@@ -7,12 +7,11 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from shardwright.io import BadInput, sha256_of_file
-from shardwright.plan.schedules.passes import Pass, middle
-from shardwright.types.correction import Correction, CorrectionFactor, Term
+from shardwright.plan.schedules.schedule import Pass, middle
 from shardwright.types.hardware_profile import Collective
 from shardwright.types.measurement import PlanMeasurement, RankMeasurement
 from shardwright.types.plan import GradientReduction, Plan
-from shardwright.types.prediction import StagePrediction
+from shardwright.types.prediction import Correction, CorrectionFactor, StagePrediction, Term
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles, Scaling, scaled
 

@@ -14,9 +14,8 @@ from shardwright.estimate.curves import of_other_shares, on_joint_curve
 from shardwright.io import BadInput
 from shardwright.key import LayerKey
 from shardwright.plan.axes import axes_of
-from shardwright.plan.communication import Message, tensors_of
-from shardwright.plan.context_messages import KeysAndValues, context_messages, keys_and_values
-from shardwright.plan.schedules.passes import Pass
+from shardwright.plan.communication import KeysAndValues, Message, context_messages, keys_and_values, tensors_of
+from shardwright.plan.schedules.schedule import Pass
 from shardwright.types import (
     EMBEDDING,
     HEAD,

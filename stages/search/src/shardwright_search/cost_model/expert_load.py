@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardwright.io import BadInput, read_document
-from shardwright.plan.expert_load import imbalances, load_misfit
+from shardwright.plan.expert_placement import imbalances, load_misfit
 from shardwright.types import MAX_DEVICES, ExpertLoad, Model
 
 

@@ -8,13 +8,12 @@ from msgspec.structs import replace
 
 from shardwright.key import ExpertKey, HostKey
 from shardwright.plan.axes import axes_of
-from shardwright.plan.communication import Cause, Message, region_messages, tensors_of
-from shardwright.plan.expert_messages import rank_positions
-from shardwright.plan.schedules.passes import Pass
+from shardwright.plan.communication import Cause, Message, rank_positions, region_messages, tensors_of
+from shardwright.plan.schedules.schedule import Pass
 from shardwright.types import LayerStrategy, Model, Plan, Recompute, Strategy
-from shardwright.types.dispatcher import Dispatcher
 from shardwright.types.hardware_profile import Collective, GroupKind
 from shardwright.types.model_profile import LayerFigures
+from shardwright.types.strategy import Dispatcher
 from shardwright_search.cost_model.collectives import (
     Duration,
     collective_time,

@@ -15,13 +15,11 @@ import numpy as np
 
 from shardwright.io import BadInput
 from shardwright.key import LayerKey
-from shardwright.optimizers.matrices import largest_flops
-from shardwright.optimizers.registry import ADAMW, Optimizer
+from shardwright.optimizers.registry import ADAMW, Optimizer, largest_flops
 from shardwright.plan.axes import Layout, axes_of, layout_of
-from shardwright.plan.communication import region_messages
-from shardwright.plan.expert_messages import shares_experts
-from shardwright.plan.parameter_groups import parameter_groups
-from shardwright.plan.schedules.passes import Pass
+from shardwright.plan.communication import region_messages, shares_experts
+from shardwright.plan.layout import parameter_groups
+from shardwright.plan.schedules.schedule import Pass
 from shardwright.types import (
     HEAD,
     ITEMSIZE,

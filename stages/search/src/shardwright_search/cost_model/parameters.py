@@ -18,13 +18,17 @@ from msgspec import UNSET
 from shardwright.estimate.held import OURS, Held
 from shardwright.io import BadInput
 from shardwright.io.table import Source
-from shardwright.optimizers.matrices import returned_bytes, update_flops, workspace_bytes
-from shardwright.optimizers.registry import ADAMW, Optimizer, shards_of
+from shardwright.optimizers.registry import ADAMW, Optimizer, returned_bytes, shards_of, update_flops, workspace_bytes
 from shardwright.plan.axes import Axis, ParameterAxes, axes_of
-from shardwright.plan.buckets import copied_bucket_bytes
-from shardwright.plan.communication import Cause, Message, parameter_messages, partial_gradient_bytes
+from shardwright.plan.communication import (
+    Cause,
+    Message,
+    copied_bucket_bytes,
+    parameter_messages,
+    partial_gradient_bytes,
+)
+from shardwright.plan.layout import ParameterGroup
 from shardwright.plan.offload import copied_bytes
-from shardwright.plan.parameter_groups import ParameterGroup
 from shardwright.types.hardware_profile import Collective, GroupKind
 from shardwright.types.model import EMBEDDING, HEAD, LayerType, Model, Parameter
 from shardwright.types.model_profile import StateRow
@@ -41,12 +45,7 @@ from shardwright_search.cost_model.collectives import (
     slowdowns_of,
 )
 from shardwright_search.cost_model.profiles import Profiles
-from shardwright_search.cost_model.topology import (
-    DataGroupKinds,
-    StageTopology,
-    axis_group_kinds,
-    data_group_kinds,
-)
+from shardwright_search.cost_model.topology import DataGroupKinds, StageTopology, axis_group_kinds, data_group_kinds
 from shardwright_search.step.pareto import Numbers
 
 _ORDERS = 2

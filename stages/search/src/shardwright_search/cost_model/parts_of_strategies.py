@@ -7,7 +7,7 @@ import numpy as np
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from shardwright.plan.expert_messages import shares_experts
+from shardwright.plan.communication import shares_experts
 from shardwright.types import DataParallel, LayerStrategy, Offload, Recompute, Strategy
 from shardwright_search.step.pareto import Ints
 

@@ -10,9 +10,8 @@ from msgspec import UNSET
 from shardwright.optimizers.registry import OPTIMIZERS
 from shardwright.plan.offload import check_offload
 from shardwright.plan.process_groups import communicator_bytes, communicators
-from shardwright.plan.schedules.closed_form import step_time
-from shardwright.plan.schedules.passes import Pass
 from shardwright.plan.schedules.registry import schedule_of
+from shardwright.plan.schedules.schedule import Pass, step_time
 from shardwright.plan.supported_fields import check_fields
 from shardwright.types import EMBEDDING, HEAD, Estimate, Plan, StagePrediction, TimelineEvent
 from shardwright_search.cost_model.layer import CostModel, picoseconds
@@ -21,13 +20,7 @@ from shardwright_search.cost_model.provenance import provenance_warnings
 from shardwright_search.cost_model.stage_costs import StageCosts, range_costs, stage_costs
 from shardwright_search.cost_model.tied_weights import shared_cost_ps, tied_cost_ps
 from shardwright_search.cost_model.time_model import TimeModel
-from shardwright_search.simulation.simulator import (
-    Simulation,
-    lower_bound_ps,
-    num_played,
-    simulate,
-    step_time_ps,
-)
+from shardwright_search.simulation.simulator import Simulation, lower_bound_ps, num_played, simulate, step_time_ps
 
 _PER_SECOND = 1e12
 

@@ -7,8 +7,8 @@ from shardwright.key import LayerKey
 from shardwright.models.context import plan_obstacle
 from shardwright.optimizers.registry import ADAMW, OPTIMIZERS
 from shardwright.plan.axes import axes_of, layout_of
+from shardwright.plan.communication import shares_experts
 from shardwright.plan.differences import MAX_RELATIVE_ERROR
-from shardwright.plan.expert_messages import shares_experts
 from shardwright.types import EMBEDDING, HEAD, ContextParallel, Plan, Strategy
 from shardwright.types.hardware_profile import Collective
 from shardwright_search.cost_model.expert_load import StatedLoad

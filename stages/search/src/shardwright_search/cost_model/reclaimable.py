@@ -7,7 +7,7 @@ these, or until the allocator has no other place.
 from collections.abc import Sequence
 from math import ceil
 
-from shardwright.estimate.accuracy import SPARE_SHARE
+from shardwright.estimate.notes import SPARE_SHARE
 from shardwright.plan.axes import axes_of
 from shardwright.plan.schedules.registry import schedule_of
 from shardwright.types import ITEMSIZE, LayerStrategy, Plan, SequenceParallel

@@ -10,8 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwright.command import show
-from shardwright.display.columns import PrintedColumn, split_columns, widths_of
-from shardwright.display.wrapping import line_width, wrapped, wrapped_command
+from shardwright.display.columns import PrintedColumn, line_width, split_columns, widths_of, wrapped, wrapped_command
 
 PLAN = "plan"
 """Heading of a column whose cells have lines of their own."""

@@ -6,8 +6,15 @@ from typing import NamedTuple
 
 from rich.console import Group, RenderableType
 
-from shardwright.display.node_types import binding, node_type_uses
-from shardwright.display.plan_words import headline, range_words, shape_and_runs, stage_lines, strategy_words
+from shardwright.display.plan_words import (
+    binding,
+    headline,
+    node_type_uses,
+    range_words,
+    shape_and_runs,
+    stage_lines,
+    strategy_words,
+)
 from shardwright.io import BadInput
 from shardwright.plan.axes import effective
 from shardwright.types import MIB, Estimate, LayerStrategy, Plan, RunnerUp, Strategy

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from shardwright.display.time_left import TimeLeft
+from shardwright.display.units import TimeLeft
 from shardwright.io import BadInput
 from shardwright.types import Cluster, Model
 from shardwright_search.cost_model.profiles import Profiles

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.plan.schedules.closed_form import step_time
+from shardwright.plan.schedules.schedule import step_time
 from shardwright_search.solver.interleaved_bounds import InterleavedBounds
 from shardwright_search.solver.interleaved_labels import Chain, ChunkLabels, Comparison, hosted, passes_of
 from shardwright_search.solver.interleaved_problem import InFlight, InterleavedProblem, Place

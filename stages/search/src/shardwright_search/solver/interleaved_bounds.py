@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright.plan.schedules.closed_form import ClosedForm
+from shardwright.plan.schedules.schedule import ClosedForm
 from shardwright_search.solver.interleaved_problem import InFlight, InterleavedProblem, Place
 from shardwright_search.solver.problem import Options
 from shardwright_search.solver.stage_bounds import Dual, rounded_down

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from shardwright.plan.schedules.closed_form import ClosedForm
-from shardwright.plan.schedules.schedule import PipelineSchedule
+from shardwright.plan.schedules.schedule import ClosedForm, PipelineSchedule
 from shardwright_search.solver.problem import DeviceGroup
 from shardwright_search.step.memory import PassCounts, pass_counts
 from shardwright_search.step.pareto import Numbers

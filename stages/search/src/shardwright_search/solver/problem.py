@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from shardwright.plan.schedules.closed_form import ClosedForm
+from shardwright.plan.schedules.schedule import ClosedForm
 from shardwright_search.step.memory import LayerMemory, Phase, layer_memory, no_layers, phases
 from shardwright_search.step.pareto import Ints, Numbers
 

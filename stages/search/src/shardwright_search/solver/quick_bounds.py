@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright.plan.schedules.closed_form import ClosedForm
+from shardwright.plan.schedules.schedule import ClosedForm
 from shardwright_search.solver.configuration_bounds import CostsOf
 from shardwright_search.solver.problem import DeviceGroup, Options, Problem
 from shardwright_search.solver.stage_bounds import Dual, rounded_down

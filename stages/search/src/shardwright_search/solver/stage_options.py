@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright.plan.schedules.closed_form import ClosedForm
+from shardwright.plan.schedules.schedule import ClosedForm
 from shardwright_search.solver.problem import DeviceGroup, Options, Problem
 from shardwright_search.solver.stage_bounds import Dual, Polyline, rounded_down
 from shardwright_search.step.cached_method import cached_method

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from shardwright.estimate.accuracy import SPARE_SHARE
+from shardwright.estimate.notes import SPARE_SHARE
 from shardwright.io import BadInput
 from shardwright.io.table import Source
 from shardwright.types import BASE_BITS, GIB, ITEMSIZE, Cluster, Estimate, Plan

@@ -12,9 +12,9 @@ import msgspec
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from shardwright.models.recomputed import recompute_kinds
+from shardwright.models.context import recompute_kinds
 from shardwright.plan.axes import Layout, axes_of, expert_strategies_on, layout_of, strategy_on
-from shardwright.plan.expert_messages import shares_experts
+from shardwright.plan.communication import shares_experts
 from shardwright.types.model import EMBEDDING, HEAD, Model
 from shardwright.types.plan import misfit
 from shardwright.types.strategy import (

@@ -9,8 +9,8 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from shardwright.io import BadInput
-from shardwright.plan.schedules.closed_form import ClosedForm
 from shardwright.plan.schedules.registry import schedule_of
+from shardwright.plan.schedules.schedule import ClosedForm
 from shardwright.types import (
     PARTS,
     RECOMPUTE_PARTS,

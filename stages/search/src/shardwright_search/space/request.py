@@ -11,9 +11,8 @@ from msgspec import Meta
 from shardwright.io import Document, Removed, Value
 from shardwright.optimizers.registry import OPTIMIZERS
 from shardwright.plan.offload import can_offload
-from shardwright.types.attention import Attention
 from shardwright.types.limits import Count, Gib, Name, NonNegativeCount, NonNegativeNumber, Sha256, Share
-from shardwright.types.plan import GradientReduction, OptimizerName, Precision, Schedule
+from shardwright.types.plan import Attention, GradientReduction, OptimizerName, Precision, Schedule
 from shardwright.types.strategy import (
     PARTS,
     RECOMPUTE_PARTS,

@@ -15,15 +15,7 @@ from msgspec import UNSET
 
 from shardwright.estimate.runtimes import RUNTIMES, RuntimeName
 from shardwright.io import BadInput
-from shardwright.types import (
-    ContextParallel,
-    DataParallel,
-    GradientReduction,
-    Model,
-    Plan,
-    Precision,
-    Recompute,
-)
+from shardwright.types import ContextParallel, DataParallel, GradientReduction, Model, Plan, Precision, Recompute
 from shardwright_search.space.uniform import UniformStrategy
 from shardwright_search.systems.entry import Entry, Limits, Reading, Setting, Settings, program_of, torchrun
 from shardwright_search.systems.exporting import (

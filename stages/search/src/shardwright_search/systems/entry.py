@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from shardwright.estimate.runtimes import Runtime
 from shardwright.io import BadInput
-from shardwright.models.recomputed import recompute_kinds
+from shardwright.models.context import recompute_kinds
 from shardwright.types import (
     Attention,
     Cluster,

@@ -12,7 +12,7 @@ from shardwright.io import BadInput
 from shardwright.models.context import context_obstacle, ring_obstacle
 from shardwright.models.mtp import mtp_depth
 from shardwright.plan.axes import axes_of, effective
-from shardwright.plan.expert_messages import shares_experts
+from shardwright.plan.communication import shares_experts
 from shardwright.plan.schedules.registry import schedule_of
 from shardwright.plan.supported_fields import check_fields
 from shardwright.types import (

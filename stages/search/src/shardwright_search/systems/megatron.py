@@ -44,14 +44,7 @@ from shardwright.types import (
 )
 from shardwright_search.space.demands import Demands, Outer
 from shardwright_search.space.uniform import UniformStrategy
-from shardwright_search.systems.entry import (
-    Entry,
-    Limits,
-    expert_states_alike,
-    has_experts,
-    torchrun,
-    whole_groups,
-)
+from shardwright_search.systems.entry import Entry, Limits, expert_states_alike, has_experts, torchrun, whole_groups
 from shardwright_search.systems.exporting import (
     Exported,
     ExportTarget,

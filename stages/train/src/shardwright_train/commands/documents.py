@@ -6,7 +6,7 @@ from io import StringIO
 from pathlib import Path
 
 from shardwright.command import show
-from shardwright.display.wrapping import line_width
+from shardwright.display.columns import line_width
 from shardwright.io import BadInput, read_document, write_document
 from shardwright.models.adapter_config import read_adapter
 from shardwright.models.alike import has_images, read_config, read_configuration, without_format

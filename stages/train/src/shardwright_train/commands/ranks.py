@@ -21,16 +21,7 @@ from shardwright.launch.meeting import meeting_of
 from shardwright.launch.nodes import Nodes, check_all_nodes
 from shardwright.launch.ranks import EXPANDABLE, allocator_setting, launch
 from shardwright.plan.offload import host_inputs, host_states
-from shardwright.types import (
-    Attention,
-    ContextProbe,
-    ExpertProbe,
-    Measurement,
-    Plan,
-    PlanFailure,
-    Plans,
-    Prediction,
-)
+from shardwright.types import Attention, ContextProbe, ExpertProbe, Measurement, Plan, PlanFailure, Plans, Prediction
 from shardwright_train.checkpoints.folders import OUT_LOCK, adopt_older
 from shardwright_train.determinism import check_deterministic
 from shardwright_train.engine.learning_rate import LearningRateFactor, check_patterns

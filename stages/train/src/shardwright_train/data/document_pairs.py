@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from shardwright.models.registry import facts_of
 from shardwright.models.traits import Mask
-from shardwright.plan.zigzag import position_order
+from shardwright.plan.layout import position_order
 from shardwright.types import Plan
 from shardwright_train.data.objectives import TextBatches
 

@@ -28,15 +28,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from shardwright.io import (
-    BadInput,
-    Document,
-    atomic_path,
-    check_regular,
-    read_document,
-    sha256_of_value,
-    system_fault,
-)
+from shardwright.io import BadInput, Document, atomic_path, check_regular, read_document, sha256_of_value, system_fault
 from shardwright.launch.lock import only_run
 from shardwright.launch.nodes import Nodes
 

@@ -13,7 +13,7 @@ from functools import cached_property, partial
 
 from torch import Tensor
 
-from shardwright.optimizers.matrices import matrix_dims
+from shardwright.optimizers.registry import matrix_dims
 from shardwright.plan.chunks import chunk_layers
 from shardwright.plan.layout import parameter_box
 from shardwright.plan.process_groups import PlannedGroup, Purpose, strategy_groups

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.optimizers.matrices import COEFFICIENTS, STEPS, iteration_flops
+from shardwright.optimizers.registry import COEFFICIENTS, STEPS, iteration_flops
 from shardwright.plan.layout import Box
 
 _EPS = 1e-7

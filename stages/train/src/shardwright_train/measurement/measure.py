@@ -20,15 +20,7 @@ from shardwright.io.versions import versions_text
 from shardwright.launch.backend import on_accelerator
 from shardwright.launch.journal import Journal, JournalKind, Kept
 from shardwright.launch.ranks import allocator_setting
-from shardwright.types import (
-    Attention,
-    ExpertMeasurement,
-    Measurement,
-    Plan,
-    PlanMeasurement,
-    Plans,
-    RankMemory,
-)
+from shardwright.types import Attention, ExpertMeasurement, Measurement, Plan, PlanMeasurement, Plans, RankMemory
 from shardwright_train.data.share import on_host
 from shardwright_train.engine.engine import Engine, build_engine, say_compiled
 from shardwright_train.measurement import timing

@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from shardwright.io import BadInput
 from shardwright.models.families.llama4 import ROTATED_DENSE, ROTATED_SPARSE, TYPES
 from shardwright.models.traits import BLOCK, DENSE, SPARSE
-from shardwright.plan.expert_messages import shares_experts
+from shardwright.plan.communication import shares_experts
 from shardwright.types import LayerStrategy, Model, Strategy, base_type
 from shardwright_train.data.share import Batch
 from shardwright_train.models.llama import Llama

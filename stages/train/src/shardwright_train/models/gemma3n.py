@@ -17,7 +17,7 @@ from transformers.models.gemma3n.modeling_gemma3n import Gemma3nMultimodalEmbedd
 from shardwright.models.alike import TEXT_KEY, TOWER_KEY
 from shardwright.models.families.llava import IMAGES, LANGUAGE, TOWER, VISION_TOWER, wrong_images
 from shardwright.types import EMBEDDING, LayerType, Model, Parameter
-from shardwright.types.traced import Traced
+from shardwright.types.model import Traced
 from shardwright_train.models.configuration import keys_of
 from shardwright_train.models.operators import Trace
 from shardwright_train.models.stock import refusals

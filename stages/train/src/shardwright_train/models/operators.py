@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from shardwright.types.traced import Traced
+from shardwright.types.model import Traced
 from shardwright_train.torch_private import TorchDispatchMode, storage_key, traced_attention, tree_leaves
 
 TRACED = "traced"

@@ -14,8 +14,7 @@ from shardwright.models.traits import Mask
 from shardwright.plan.axes import axes_of, layout_of
 from shardwright.plan.chunks import chunk_layers
 from shardwright.plan.expert_placement import experts_by_place, neighbours
-from shardwright.plan.layout import Box, parameter_box
-from shardwright.plan.zigzag import position_order, zigzag
+from shardwright.plan.layout import Box, parameter_box, position_order, zigzag
 from shardwright.types import EMBEDDING, HEAD, Parameter, Plan, Recompute, Strategy, base_type
 from shardwright_train.data.share import Batch, BatchShare
 from shardwright_train.models.base import Family

@@ -13,9 +13,9 @@ from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
 from shardwright.devices.utilization import model_flops_utilization
-from shardwright.display.time_left import TimeLeft
+from shardwright.display.units import TimeLeft
 from shardwright.io import BadInput, read_document, write_bytes, write_document
-from shardwright.plan.expert_load import expert_slices, load_misfit
+from shardwright.plan.expert_placement import expert_slices, load_misfit
 from shardwright.types import Evaluation, ExpertLoad, GroupLoad, LayerLoad, Model, Plan, StepMetrics
 from shardwright_train.checkpoints.folders import METRICS
 from shardwright_train.engine.optimizer import StepOutcome
