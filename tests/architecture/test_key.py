@@ -64,7 +64,7 @@ def test_a_key_taken_apart_is_seen(line):
 ADDED = {
     "key.py": ("    recompute: Recompute | None = None\n", "    gp_size: int = 0\n"),
     "types/model_profile.py": (
-        '    """Activations that are computed again in the backward pass."""\n',
+        '    """Kind of sequence parallelism of the tensor-parallel ranks."""\n',
         "    gp_size: Ranks = 1\n",
     ),
     "plan/axes.py": ('    *("type", "recompute", "context", "offload"),  # these cut nothing\n', '    "gp_size",\n'),
