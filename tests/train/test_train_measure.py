@@ -19,6 +19,7 @@ from shardwright.types.plan import ContextProbe, GradientReduction, PipelineStag
 from shardwright.types.strategy import DataParallel, LayerStrategy, Recompute, Strategy
 from shardwright_train.commands.ranks import start_measure
 from shardwright_train.dry_run import simulate_step
+from shardwright_train.measurement import profiles
 from shardwright_train.measurement.measure import MeasureIdentity, open_journal
 from shardwright_train.models.base import family_named
 from shardwright_train.options import MeasureJob, MeasureOptions
@@ -277,6 +278,27 @@ def test_replicas_count_the_same_memory(measured: Measured) -> None:
         if len(plan.plan.stages) == 1:
             first, second = (rank.memory for rank in plan.ranks)
             assert (first.segments, first.peak_bytes) == (second.segments, second.peak_bytes)
+
+
+def test_gloos_threads_are_waited_for_until_they_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as one has yet to run, it holds a collective's tensors, which would count as resident for ever."""
+    states = {"1": ("python", "R"), "2": ("pt_gloo_runloop", "S"), "3": ("pt_gloo_runloop", "R")}
+    for number, (name, state) in states.items():
+        (tmp_path / number).mkdir()
+        (tmp_path / number / "comm").write_text(f"{name}\n")
+        (tmp_path / number / "stat").write_text(f"{number} ({name}) {state} 1 1")
+    (tmp_path / "4").mkdir()  # one that has ended since
+    pauses = 0
+
+    def pause(_: float) -> None:
+        nonlocal pauses
+        pauses += 1
+        if pauses == 5:
+            (tmp_path / "3/stat").write_text("3 (pt_gloo_runloop) S 1 1")
+
+    monkeypatch.setattr(profiles.time, "sleep", pause)
+    profiles.settle(tmp_path)
+    assert pauses == 5
 
 
 def test_a_trace_of_each_plan_and_rank_names_its_passes(measured: Measured, folder: Path) -> None:

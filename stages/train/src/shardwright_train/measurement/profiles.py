@@ -27,6 +27,10 @@ _FORWARD, _BACKWARD = ".forward", ".backward"
 _EVENT = "shardwright.event."
 _RANKS, _FLOWS = 1 << 20, 1 << 32
 """Strides of the numbers of ranks and of one rank's flows, so that numbers of two ranks never collide."""
+_SETTLING_S = 0.002
+_THREADS = Path("/proc/self/task")
+_GLOO_THREAD = "pt_gloo_runloop"
+"""The name of a thread of gloo that runs collectives, up to 15 characters."""
 _NAMES_OF_PROCESSES = ("process_name", "process_labels", "process_sort_index")
 
 
@@ -169,8 +173,6 @@ class _CollectivesSettled(TorchDispatchMode):
     count as resident for ever. Sends and receives are left alone: waiting for a send here could wait for each other.
     """
 
-    _SETTLING_S = 0.002
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.name()
@@ -178,8 +180,29 @@ class _CollectivesSettled(TorchDispatchMode):
             for part in result if isinstance(result, tuple) else (result,):
                 if isinstance(part, torch.ScriptObject):
                     Work.unbox(part).wait()
-            time.sleep(self._SETTLING_S)
+            settle(_THREADS)
         return result
+
+
+def settle(threads: Path) -> None:
+    """Wait until gloo's threads have let go of the collectives that they have done.
+
+    `threads`: the folder of this process's threads in /proc (proc(5)). A busy machine may take long to run a thread
+    that is ready, so no fixed time is enough. The first pause is for a thread that has not begun to let go.
+    """
+    time.sleep(_SETTLING_S)
+    while any(map(_is_at_work, threads.iterdir())):
+        time.sleep(_SETTLING_S)
+
+
+def _is_at_work(thread: Path) -> bool:
+    """Return whether a thread is one of gloo's and runs, or would if it had a processor."""
+    try:
+        if (thread / "comm").read_text().strip() != _GLOO_THREAD:
+            return False
+        return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "R"
+    except FileNotFoundError:  # it has ended
+        return False
 
 
 def trace_file(folder: Path, plan: Plan, rank: int) -> Path:
