@@ -163,7 +163,7 @@ def test_interleaved_holds_a_group_for_each_chunk_and_two_chunks_for_each_later_
 
 def test_several_chunks_need_the_interleaved_schedule() -> None:
     for schedule in (GPIPE, F1B):
-        with pytest.raises(ValueError, match=f"2 chunks need the schedule interleaved_1f1b, not {schedule}"):
+        with pytest.raises(ValueError, match=f"2 chunks need an interleaved schedule, not {schedule}"):
             schedule_of(schedule).actions(2, 4, 0, 2)
 
 

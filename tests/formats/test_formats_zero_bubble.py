@@ -150,7 +150,7 @@ def test_a_v_is_shorter_than_1f1b_and_interleaved_ones_are_shorter_split(backwar
 
 
 def test_other_numbers_of_chunks_are_refused() -> None:
-    with pytest.raises(ValueError, match="2 chunks need the schedule interleaved_1f1b, not zero_bubble"):
+    with pytest.raises(ValueError, match="2 chunks need an interleaved schedule, not zero_bubble"):
         schedule_of(Schedule.ZERO_BUBBLE).actions(2, 4, 0, 2)
     with pytest.raises(ValueError, match="the schedule v_half needs 2 chunks, not 1"):
         schedule_of(Schedule.V_HALF).actions(2, 4, 0)

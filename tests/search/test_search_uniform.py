@@ -103,7 +103,7 @@ def test_choices_that_do_nothing_are_spelled_in_one_way(planned):
         ({"tp_size": 3}, "tp 3 x pp 1 does not divide 8 devices"),
         ({"pp_size": 2, "vocab_tp_size": 8}, "vocab-tp 8 x pp 2 does not divide 8 devices"),
         ({"pp_size": 8, "layer_ranges": 2, "schedule": Schedule.INTERLEAVED_1F1B}, "16 layer ranges for 8 layers"),
-        ({"pp_size": 2, "layer_ranges": 2}, "several layer ranges in a stage need the schedule interleaved_1f1b"),
+        ({"pp_size": 2, "layer_ranges": 2}, "several layer ranges in a stage need an interleaved schedule"),
         ({"layer_ranges": 2, "schedule": Schedule.INTERLEAVED_1F1B}, "several layer ranges need several pipeline"),
         ({"num_microbatches": 4}, "dp_size 8 does not divide the 4 samples of a microbatch"),
     ],

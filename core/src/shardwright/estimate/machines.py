@@ -49,7 +49,7 @@ class Rates(NamedTuple):
     def matrix(self, compute: str) -> float:
         """Return the FLOP/s of matrix products in a number format; BadInput if neither table nor option has it."""
         rate = self.matrix_flops_per_s or self.device.peak(compute)
-        return self._given(rate, f"no rate for {compute} matrix products", "--matrix-tflop-s")
+        return self._given(rate, f"no rate for {compute} matrix products", "--matrix-tflop-s, or choose another format")
 
     @property
     def memory(self) -> float:
@@ -65,8 +65,7 @@ class Rates(NamedTuple):
 
     def _given(self, rate: float | None, problem: str, option: str) -> float:
         if rate is None:
-            fix = f"give {option}, or choose another format"
-            raise BadInput(f"device {self.name}", f"the table has {problem}", fix)
+            raise BadInput(f"device {self.name}", f"the table has {problem}", f"give {option}")
         return rate
 
 

@@ -248,6 +248,7 @@ def start_rank() -> None:
     faulthandler.register(STACKS_SIGNAL, file=files.stacks_file.open("w"), all_threads=True, chain=False)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL)) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl(PR_SET_PDEATHSIG) failed ({os.strerror(number)})")
     if os.getppid() != int(os.environ[_LAUNCHER]):  # it went before it could be watched
         os.kill(os.getpid(), signal.SIGKILL)

@@ -307,9 +307,10 @@ class LayerType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def passes(self) -> float:
-        """Return the work of a step relative to a forward pass, without recomputation.
+        """Return the work of a training step in forward passes, without recomputation: from 1 to 3.
 
-        A product adds one pass for the gradient of its input, if needed, and one for a trained matrix's.
+        A layer with a backward pass adds one for the gradients of the inputs of its matrix products, and the share of
+        its matrix elements that are trained for the gradients of its matrices.
         """
         return 1 + self.has_backward * (1 + self.trained_share)
 

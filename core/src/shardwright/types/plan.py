@@ -440,7 +440,7 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 raise ValueError(f"layers[{i}]: type {layer.type!r}, the model has {type_name!r} there")
         chunks = {len(stage.layers) for stage in self.stages}
         if chunks != {1} and not self.schedule.interleaves:
-            raise ValueError(f"several layer ranges in a stage need the schedule interleaved_1f1b, not {self.schedule}")
+            raise ValueError(f"several layer ranges in a stage need an interleaved schedule, not {self.schedule}")
         if chunks != {1} and len(self.stages) == 1:
             raise ValueError("several layer ranges need several pipeline stages")
         if len(chunks) != 1:
@@ -482,7 +482,8 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(f"{where} is empty: only a stage with the embedding or the head may have no other layers")
         before = len(self.stages[previous].ranks)
         if len(stage.ranks) != before:
-            raise ValueError(f"{where} is empty, and the stage before has {before} ranks, not {len(stage.ranks)}")
+            problem = f"{where} is empty: its stage needs as many ranks as the stage before"
+            raise ValueError(f"{problem}, {before}, not {len(stage.ranks)}")
 
 
 class Plans(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):

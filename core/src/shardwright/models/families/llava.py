@@ -163,7 +163,7 @@ class Tower(Stack):
         return (self.taken(config),)
 
     def taken(self, config: Config) -> int:
-        """Return the number of its blocks that compute something."""
+        """Return the number of tower blocks up to the one whose hidden states are used; later ones are not run."""
         return taken_blocks(config)
 
     def counted(self, layers: Sequence[str], config: Config) -> dict[str, Any]:

@@ -16,7 +16,7 @@ class InterleavedZeroBubble(SplitSchedule, Interleaved1F1B):
     pace = 5, 6, 4
 
     def limit(self, num_stages: int, num_microbatches: int, num_chunks: int) -> int:
-        """Return what the first stage of interleaved 1F1B holds; of one chunk it is a microbatch for each stage."""
+        """Return how many activations the first stage of interleaved 1F1B holds; `num_stages` if there is one chunk."""
         return Interleaved1F1B.num_ahead(self, num_stages, num_microbatches, 0, num_chunks) + 1
 
     def closed_forms(self, num_microbatches: int, num_chunks: int = 1) -> tuple[ClosedForm, ...]:

@@ -139,7 +139,7 @@ class PipelineSchedule(ABC):
     def check_chunks(self, num_chunks: int) -> None:
         """Raise ValueError for several chunks where the schedule does not interleave them."""
         if num_chunks > 1 and not self.name.interleaves:
-            raise ValueError(f"{num_chunks} chunks need the schedule {Schedule.INTERLEAVED_1F1B}, not {self.name}")
+            raise ValueError(f"{num_chunks} chunks need an interleaved schedule, not {self.name}")
 
     def in_flight(self, num_stages: int, num_microbatches: int, stage: int, num_chunks: int = 1) -> int:
         """Return the most activations that a stage holds at once, each of one microbatch in one chunk."""
