@@ -212,5 +212,5 @@ def test_a_range_without_layers_has_as_many_ranks_as_the_stage_before():
     plan = _with_ranges(_read(f"{CHUNKS} 4", 2).plan, [8, 8, 0, 0, 8, 8, 0, 0])
     uneven = (PipelineStage(ranks=tuple(range(4)), layers=plan.stages[0].layers),)
     others = PipelineStage(ranks=tuple(range(4, 16)), layers=plan.stages[1].layers)
-    with pytest.raises(ValueError, match=r"\[16, 16\] is empty: its stage needs as many ranks as the stage before, 12, not 4"):
+    with pytest.raises(ValueError, match=r"\[16, 16\] is empty: its stage needs .* before, 12, not 4"):
         replace(plan, stages=(*uneven, others))
