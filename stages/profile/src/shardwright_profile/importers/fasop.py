@@ -19,7 +19,7 @@ from shardwright.types import EMBEDDING, HEAD, Attention, LayerStrategy, Model, 
 from shardwright.types.hardware_profile import Collective, CollectiveKey, HardwareProfile
 from shardwright.types.model_profile import LayerFigures, LayerRow, ModelProfile
 from shardwright_profile.importers import documents
-from shardwright_profile.importers.launches import launch_notes
+from shardwright_profile.importers.documents import launch_notes
 from shardwright_profile.options import FasopHardwareOptions, FasopOptions
 
 _COLUMNS = ["model", "gpu", "tp_size", "kind", "layers", "forward_s"]
