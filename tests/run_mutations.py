@@ -119,7 +119,7 @@ MUTATIONS = (
         "if inside != defaults[name]", "if True", "tests/workflow/test_workflow_spelling.py",
     ),
     Mutation(
-        "workflow: the number of workers makes other data", "result_folders",
+        "workflow: the number of workers makes other data", "configuration_normal",
         'if key != "workers"', "if key", "tests/workflow/test_workflow_spelling.py",
     ),
 )  # fmt: skip
