@@ -15,11 +15,12 @@ Errors are |predicted / measured - 1|. docs/accuracy.md says which constants are
 import argparse
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from accuracy_parts import aceso, own, sailor
-from accuracy_parts.figures import Compared, figures, show, write_json
-from accuracy_parts.public.page import page_text
-from accuracy_parts.public.show import told, told_terms
+from accuracy_parts.figures import Compared, figures, show
+from accuracy_parts.public.show import page_text, told, told_terms
+from harness import write_json
 
 from shardwright.io import BadInput, one_line_errors
 from shardwright.io.versions import versions_text
@@ -47,7 +48,7 @@ def main() -> None:
             folder = _reference(asked, "playbook").parent
             sets = told_terms(folder) if asked.terms else told(folder, asked.rows)
             name = "accuracy-public-terms.json" if asked.terms else "accuracy-public.json"
-            write_json(_made(asked.out) / name, sets, versions=_versions())
+            _write(asked.out / name, sets)
             if not asked.terms:
                 (asked.out / "accuracy-public.md").write_text(page_text(sets), encoding="utf-8")
 
@@ -82,16 +83,12 @@ def _own(asked: argparse.Namespace) -> None:
 def _keep(asked: argparse.Namespace, part: str, found: list[Compared], **more: object) -> None:
     sets = figures(found)
     show(found, sets, asked.rows)
-    write_json(_made(asked.out) / f"accuracy-{part}.json", sets, versions=_versions(), **more)
+    _write(asked.out / f"accuracy-{part}.json", sets, **more)
 
 
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def _versions() -> str:
-    return versions_text(("torch", "shardwright"), on_gpu=False)
+def _write(path: Path, sets: list[dict[str, Any]], **more: object) -> None:
+    versions = versions_text(("torch", "shardwright"), on_gpu=False)
+    print(f"written: {write_json(path, None, versions=versions, **more, sets=sets)}")
 
 
 def _reference(asked: argparse.Namespace, name: str) -> Path:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+from harness import table
 from msgspec.structs import replace
 
 from shardwright.display.plan_words import shape_words
@@ -87,11 +88,9 @@ def page(reference: Path, profiles: Path) -> Iterator[str]:
         " model from its own layer times and links; `stated` is what FASOP says of it. `ours` is the plan that we find"
         " in the same space. CPU seconds of one thread. Why and how: [docs/fasop.md](../../docs/fasop.md).\n"
     )
-    names = "table|FASOP's plan|our plan|stated|FASOP's|ours|FASOP's / ours|its CPU s|CPU s"
-    yield f"| {' | '.join(names.split('|'))} |"
-    yield f"| --- | --- | --- |{' ---: |' * (names.count('|') - 2)}"
-    for table in TABLES:
-        yield _line(table, read_row(reference / f"results/head_rerun_{table}.csv"), profiles)
+    names = "table|FASOP's plan|our plan|stated:|FASOP's:|ours:|FASOP's / ours:|its CPU s:|CPU s:"
+    files = {name: reference / f"results/head_rerun_{name}.csv" for name in TABLES}
+    yield from table(names, (_cells(name, read_row(file), profiles) for name, file in files.items()))
 
 
 def read_row(file: Path) -> Row:
@@ -108,19 +107,20 @@ def read_row(file: Path) -> Row:
     return Row(*sizes, tuple(nodes), layers, float(cells["estimated time (s/step)"]))
 
 
-def _line(table: str, row: Row, folder: Path) -> str:
-    name, batch = MODELS[table.partition("_")[0]]
+def _cells(of: str, row: Row, folder: Path) -> Iterator[str]:
+    name, batch = MODELS[of.partition("_")[0]]
     model = read_document(folder / f"models/fasop-{name}.json", Model)
-    cluster, profiles = cluster_of(row, 8 if "pareto" in table else 4), profiles_of(row, folder, name, table)
+    cluster, profiles = cluster_of(row, 8 if "pareto" in of else 4), profiles_of(row, folder, name, of)
     began_s = time.process_time()
     ours = _searched(batch, model, cluster, profiles)
     took_s = time.process_time() - began_s
     plan = plan_of(row, ours.plan)
     theirs_s = evaluate(plan, profiles, timeline=False).estimate.simulated_step_time_s
     ours_s = ours.evaluation.estimate.simulated_step_time_s
-    times = " | ".join(f"{each:.4f}" for each in (row.stated_s, theirs_s, ours_s))
-    words = " | ".join(f"{shape_words(each)}, tp {each.layers[0].tp_size}" for each in (plan, ours.plan))
-    return f"| {table} | {words} | {times} | {theirs_s / ours_s:.3f} | {TABLES[table]:g} | {took_s:.1f} |"
+    yield of
+    yield from (f"{shape_words(each)}, tp {each.layers[0].tp_size}" for each in (plan, ours.plan))
+    yield from (f"{each:.4f}" for each in (row.stated_s, theirs_s, ours_s))
+    yield from (f"{theirs_s / ours_s:.3f}", f"{TABLES[of]:g}", f"{took_s:.1f}")
 
 
 def _searched(batch: int, model: Model, cluster: Cluster, profiles: Profiles) -> Candidate:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import yaml
+from harness import table
 
 from shardwright.display.plan_words import strategy_words
 from shardwright.io import BadInput, NothingFits, one_line_errors, read_document
@@ -37,14 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "benchmarks" / "recipes" / "recipes.yaml"
 RESULTS = ROOT / "benchmarks" / "results" / "recipes.json"
 PAGE = ROOT / "benchmarks" / "results" / "recipes.md"
-_COLUMNS = {
-    "recipe": "---",
-    "published, s": "---:",
-    "predicted for its plan, s": "---:",
-    "memory, GiB": "---:",
-    "our answer, s": "---:",
-    "its memory, GiB": "---:",
-}
+_COLUMNS = "recipe|published, s:|predicted for its plan, s:|memory, GiB:|our answer, s:|its memory, GiB:"
 MISS = 0.15
 """Share by which a predicted time may be off before it counts as a miss."""
 
@@ -256,9 +250,7 @@ def tables(rows: Sequence[Row]) -> Iterator[str]:
             f"{over} are said not to fit a GPU."
         )
         yield ""
-    yield f"| {' | '.join(_COLUMNS)} |"
-    yield f"|{''.join(f' {line} |' for line in _COLUMNS.values())}"
-    yield from map(_table_line, rows)
+    yield from table(_COLUMNS, map(_cells, rows))
     for row in rows:
         yield ""
         yield f"## {row.recipe.by}: {row.recipe.name}"
@@ -266,15 +258,14 @@ def tables(rows: Sequence[Row]) -> Iterator[str]:
         yield from _paragraphs(row)
 
 
-def _table_line(row: Row) -> str:
+def _cells(row: Row) -> list[str]:
     theirs, ours = row.theirs, row.ours
     cells = [f"{row.recipe.by}: {row.recipe.name}", f"{row.published_s:.4g}"]
     if theirs is None:
         cells += [f"not priced: {row.recipe.unpriced}", "–"]
     else:
         cells += [f"{theirs.step_s:.4g} ({theirs.step_s / row.published_s - 1:+.0%})", theirs.memory_words]
-    cells += ["–", "–"] if ours is None else [_our_time(row, ours), ours.memory_words]
-    return f"| {' | '.join(cells)} |"
+    return cells + (["–", "–"] if ours is None else [_our_time(row, ours), ours.memory_words])
 
 
 def _our_time(row: Row, ours: Priced) -> str:

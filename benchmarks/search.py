@@ -22,15 +22,15 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from harness import table, write_json
 from peers import galvatron
-from peers.cases import CASES, Case
-from peers.verdicts import our_verdict, their_verdict
+from peers.galvatron_repairs import DEFECTS, DIFFERENCES
 
 from shardwright.io import read_document, write_document
 from shardwright.types import Cluster, NodeGroup, NodeType, Plan, Prediction, Strategy
@@ -38,7 +38,71 @@ from shardwright.types import Cluster, NodeGroup, NodeType, Plan, Prediction, St
 MIB = 1 << 20
 CONTEXT_MIB = 1024
 """What the peer counts for the process on every device (`pytorch_context_mem`)."""
+COLUMNS = (
+    "case|CPU s: theirs|ours|s a step, simulated: theirs|ours|MiB: theirs|ours|budget|so|"
+    "s a step, its model: theirs|ours|its verdict"
+)
 SHARDWRIGHT = str(Path(sys.executable).with_name("shardwright"))
+
+
+# What both search: profiles that the peer ships, each with a cluster, a batch and a budget.
+
+
+class Layers(NamedTuple):
+    """Layers of one type, as the peer is told of them."""
+
+    hidden_size: int
+    seq_len: int
+    layer_num: int
+
+
+class Case(NamedTuple):
+    """One profile of the peer's, a cluster, a batch and a budget."""
+
+    name: str
+    family: str
+    """The peer's folder of it, and the name of the two files in it."""
+    files: str
+    profile: str
+    model: str
+    layers: tuple[Layers, ...]
+    global_batch_size: int
+    memory_gib: int
+    nodes: int = 1
+    sequence_parallel: str = "megatron"
+    time_model: str = "batch"
+    max_tp_size: int = 8
+    max_pp_size: int = 8
+    devices_per_node: int = 8
+
+    @property
+    def hardware(self) -> str:
+        """Name of the imported hardware profile."""
+        return f"a100-{self.nodes}x{self.devices_per_node}"
+
+
+LLAMA = ("llama_hf", "hidden4096_head32_seqlen2048", "llama-7b-hf", "llama-7b-hf-2048", (Layers(4096, 2048, 32),))
+GPT = ("gpt_hf", "hidden4096_head32_seqlen2048", "gpt-6.7b-hf", "gpt-6.7b-hf-2048", (Layers(4096, 2048, 32),))
+BERT = ("bert_hf", "hidden1024_head16", "bert-large", "bert-large-512", (Layers(1024, 512, 24),))
+VIT = ("vit_hf", "hidden2560_head32", "vit-xhuge", "vit-xhuge-197", (Layers(2560, 197, 128),))
+T5 = ("T5", "t5-3B", "t5-3b", "t5-3b-512", (Layers(1024, 512, 24), Layers(1024, 512, 24)))
+SWIN_LAYERS = (Layers(320, 3136, 2), Layers(640, 784, 2), Layers(1280, 196, 42), Layers(2560, 49, 2))
+SWIN = ("swin", "swin-huge", "swin-huge", "swin-huge", SWIN_LAYERS)
+# Times: at every batch size where the files have them, at every length for BERT, at one point for ViT and Swin.
+CASES = (
+    Case("llama-7b-1x8", *LLAMA, 16, 36),
+    Case("llama-7b-2x8", *LLAMA, 32, 36, nodes=2),
+    Case("gpt-6.7b-2x8", *GPT, 32, 36, nodes=2),
+    Case("bert-large-1x8", *BERT, 128, 16, time_model="sequence"),
+    Case("bert-large-1x8-3gib", *BERT, 128, 3, time_model="sequence"),
+    # Memory at tp_size 8 is in none of ViT's tables.
+    Case("vit-xhuge-1x8", *VIT, 64, 36, sequence_parallel="none", time_model="static", max_tp_size=4),
+    Case("t5-3b-1x8", *T5, 64, 34),
+    Case("swin-huge-1x8", *SWIN, 64, 5, sequence_parallel="none", time_model="static"),
+)
+
+
+# Our searches, and the prices of both plans.
 
 
 class Files(NamedTuple):
@@ -211,22 +275,73 @@ def compare(case: Case, python: Path, work: Path, reference: Path) -> dict[str, 
     }
 
 
-def table(rows: Iterable[dict[str, Any]]) -> str:
-    """The results as a table in Markdown."""
-    head = ["case", "CPU s: theirs", "ours", "s a step, simulated: theirs", "ours", "MiB: theirs", "ours", "budget"]
-    head += ["so"]
-    lines = [[*head, "s a step, its model: theirs", "ours", "its verdict"], ["---"] * (len(head) + 3)]
+def cells(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[object, ...]]:
+    """Yield the row of each case, as `COLUMNS` are."""
     for row in rows:
         ours, theirs, peer = row["usable"], row["our_price_of_theirs"], row["their_prices"]
         mine = ours.get("priced", {"simulated_s": float("nan"), "memory_mib": [0]})
-        lines.append([
+        yield (
             row["case"]["name"], f"{row['peer']['ran']['cpu_s']:.1f}", f"{ours['ran']['cpu_s']:.2f}",
             f"{theirs['simulated_s']:.4f}", f"{mine['simulated_s']:.4f}",
             str(max(theirs["memory_mib"])), str(max(mine["memory_mib"])), str(ours["budget_mib"]), row["our_verdict"],
             f"{peer['theirs']['step_s']:.4f}", f"{peer['ours']['step_s']:.4f}" if "ours" in peer else "-",
             row["their_verdict"],
-        ])  # fmt: skip
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+        )  # fmt: skip
+
+
+# What each cost model says of the two plans, in words.
+
+
+ALIKE = 5e-4
+"""Closer times are said to be alike; the figures are in the JSON."""
+
+
+def our_verdict(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """What our simulator says of the peer's plan beside ours, and whether it is within the bytes that ours had."""
+    if ours["plan"] is None:
+        return ours["why"]
+    ratio = theirs["simulated_s"] / ours["priced"]["simulated_s"]
+    over_mib = max(theirs["memory_mib"]) - ours["budget_mib"]
+    said = f"ours is {ratio - 1:.1%} faster" if ratio >= 1 else f"ours is {1 / ratio - 1:.1%} slower"
+    said = "both alike" if abs(ratio - 1) < ALIKE else said
+    return said + (f"; theirs is {over_mib} MiB over the budget" if over_mib > 0 else "")
+
+
+def their_verdict(peer: dict[str, Any], said: dict[str, Any]) -> str:
+    """What the peer's model says of our plan beside its own, and the defect that makes it prefer its own."""
+    if "ours" not in peer:
+        return f"its format cannot say our plan: {said.get('refused_too', 'nothing fits')}"
+    ours, theirs, usable = peer["ours"], peer["theirs"], peer["theirs"]["usable_mib"]
+    memory = f"memory {max(ours['memory_mib'])} MiB, "
+    over_mib, late_mib = (max(ours[name]) - usable for name in ("memory_mib", "memory_mib_late_gradients"))
+    memory += "fits" if over_mib <= 0 else f"{over_mib} MiB over"
+    if over_mib > 0 and late_mib < over_mib:
+        memory += f", {max(0, late_mib)} if gradients are not counted beside the activations that they replace"
+    ratio = ours["step_s"] / theirs["step_s"]
+    if abs(ratio - 1) < ALIKE:
+        return f"prices both alike; {memory}"
+    if ratio < 1:
+        return f"prefers our plan by {1 / ratio - 1:.1%}; {memory}"
+    turned = [names for names, s in ours["step_s_mended"].items() if s <= theirs["step_s_mended"][names]]
+    return f"prefers its own by {ratio - 1:.1%}, {cause(turned)}; {memory}"
+
+
+def cause(turned: list[str]) -> str:
+    """What makes the peer's model prefer its own plan, from all that turns the preference when mended.
+
+    One defect is named before several, and defects before the differences that are none.
+    """
+    for kind, names in (("defect", DEFECTS), ("difference", DIFFERENCES)):
+        alone = [name for name in names if name in turned]
+        if alone:
+            return f"for the {kind} {' or '.join(alone)}"
+        if " ".join(names) in turned:
+            return f"for its {kind}s together ({', '.join(names)})"
+    together = " ".join((*DEFECTS, *DIFFERENCES)) in turned
+    return "for its defects and differences together" if together else "why is not determined"
+
+
+# Everything, and what is kept.
 
 
 def machine() -> dict[str, str | float]:
@@ -253,9 +368,9 @@ def main() -> None:
         if options.cases is None or case.name in options.cases:
             rows.append(compare(case, python, options.work, options.reference))
             print(f"{case.name}: {rows[-1]['their_verdict']}", file=sys.stderr, flush=True)
-    print(table(rows))
+    print("\n".join(table(COLUMNS, cells(rows))))
     if options.out:
-        options.out.write_text(json.dumps({"machine": where, "cases": rows}, indent=1) + "\n")
+        write_json(options.out, None, machine=where, cases=rows)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from accuracy_parts.commands import run
-from peers.cases import CASES as PUBLISHED
+from harness import run, table, table_line, write_json
+from search import CASES as PUBLISHED
 from search import files_of, request_of
 
 from shardwright.models.registry import read_presets
@@ -86,7 +86,7 @@ CASES = {
 IMPORTED = {case.name: case for case in PUBLISHED if case.name in ("llama-7b-1x8", "vit-xhuge-1x8", "t5-3b-1x8")}
 NODES = "hardware profile of 2,048 nodes"
 TOLD = "told.txt"
-HEADINGS = ("case", "CPU s", "goal", "MiB", "gap", "configurations", "plan")
+COLUMNS = "case|CPU s|goal|MiB|gap|configurations|plan"
 ADVISED = {
     "advise llama-3-8b on 64 H100": ("llama-3-8b --gpus 8x8:H100-SXM --batch 512", "1.5"),
     "advise llama-3-70b on 64 H100": ("llama-3-70b --gpus 8x8:H100-SXM --batch 512", "2.5"),
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=[""], help="those with one of these words in their names")
     asked = parser.parse_args()
     imported = IMPORTED if (asked.reference / "hardware").is_dir() else {}
-    rows, loads, lines = {}, [os.getloadavg()[0]], [_line(*HEADINGS), _line(*["---"] * len(HEADINGS))]
+    rows, loads, lines = {}, [os.getloadavg()[0]], [*table(COLUMNS, ())]
     print("\n".join(lines))
     advised = {name: arguments for name, (arguments, _) in ADVISED.items()} | CUT_SHORT
     for number, name in enumerate((*imported, *CASES, NODES, *advised)):
@@ -157,16 +157,12 @@ def main() -> None:
         out.with_suffix(".md").write_text("\n".join((*lines, "", said)) + "\n", encoding="utf-8")
 
 
-def _line(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def _row(name: str, row: dict) -> str:
     """The table's line of a case."""
     told = [name, f"{row['cpu_s']:.2f}", GOALS_S.get(name, ""), str(row["peak_mib"])]
     told += [f"{row['gap']:.2%}", str(row["cases"])] if "gap" in row else ["", ""]
     told.append(row.get("plan", ""))
-    return _line(*told)
+    return table_line(told)
 
 
 def measured(folder: Path, asked: list[str], repeats: int, is_cut: bool = False) -> dict:
@@ -187,11 +183,9 @@ def measured(folder: Path, asked: list[str], repeats: int, is_cut: bool = False)
 
 def hardware_of_many_nodes(folder: Path, repeats: int) -> dict:
     """Of the analytic profile of a large cluster's messages."""
-    folder.mkdir(parents=True, exist_ok=True)
     nodes = [{"node_type": "a", "count": 2048}]
-    cluster = {"format": "shardwright.cluster", "version": 1, "name": "large", "nodes": nodes}
-    (folder / "cluster.json").write_text(json.dumps(cluster | {"node_types": {"a": NODE}}), encoding="utf-8")
-    machines = ["--cluster", str(folder / "cluster.json"), "--node-type", "a", "--inter-node-gbit-s", "800"]
+    cluster = write_json(folder / "cluster.json", "cluster", name="large", nodes=nodes, node_types={"a": NODE})
+    machines = ["--cluster", str(cluster), "--node-type", "a", "--inter-node-gbit-s", "800"]
     out = ["--hardware-out", str(folder / "hardware.h5")]
     return median_of(["shardwright", "profile", "analytic", *machines, *out], folder, repeats)
 
@@ -228,15 +222,13 @@ def median_of(
 def prepared(folder: Path, case: dict) -> list[str]:
     """Describe the model and estimate the profiles; the options of the search."""
     config = read_presets()[case["preset"]].config
-    (folder / "config").mkdir(parents=True, exist_ok=True)
-    (folder / "config/config.json").write_text(json.dumps({**config, **case["config"]}), encoding="utf-8")
+    write_json(folder / "config/config.json", None, **{**config, **case["config"]})
     node = NODE | {"device": case.get("driver", NODE["device"])}
     cluster = {"name": "large", "nodes": [{"node_type": "a", "count": case["nodes"]}], "node_types": {"a": node}}
     settings = SETTINGS | {"recompute": case.get("recompute", SETTINGS["recompute"])}
     search = {"name": "large", "precision": PRECISION, "max_tp_size": 8} | case["search"]
     for name, of in (("cluster", cluster), ("profile_settings", settings), ("search", search)):
-        document = {"format": f"shardwright.{name}", "version": 1} | of
-        (folder / f"{name}.json").write_text(json.dumps(document), encoding="utf-8")
+        write_json(folder / f"{name}.json", name, **of)
     files = {name: str(folder / name) for name in ("model.json", "cluster.json", "hardware.h5", "profile.h5")}
     describe = "shardwright", "train", "describe", folder / "config", "--name", "large"
     length = case.get("sequence_length", 2048)

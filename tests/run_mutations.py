@@ -75,7 +75,7 @@ MUTATIONS = (
         "tests/launch/test_failure_report.py",
     ),
     Mutation(
-        "profile: a repeat counts for the median's interval that does not", "shardwright_profile.hardware.statistics",
+        "profile: a repeat counts for the median's interval that does not", "shardwright_profile.hardware.profile",
         "return max(1, k)", "return k + 1", "tests/profile/test_sweep_statistics.py",
     ),
     Mutation(
@@ -119,7 +119,7 @@ MUTATIONS = (
         "if inside != defaults[name]", "if True", "tests/workflow/test_workflow_spelling.py",
     ),
     Mutation(
-        "workflow: the number of workers makes other data", "result_folders",
+        "workflow: the number of workers makes other data", "configuration_normal",
         'if key != "workers"', "if key", "tests/workflow/test_workflow_spelling.py",
     ),
 )  # fmt: skip

@@ -5,20 +5,24 @@ files to write, what depends on what, and the resources of a job from it.
 """
 
 import json
-import os
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configuration_checks import Section, check_data, check_model_keys, check_references, converted, read_preset, typed
-from configuration_files import check_texts
-from configuration_normal import normal
+from configuration_checks import (
+    Section,
+    check_data,
+    check_model_keys,
+    check_references,
+    check_texts,
+    converted,
+    read_preset,
+    typed,
+)
+from configuration_normal import check_load, folder_of_data, located, normal
 from configuration_types import RANDOM, Configuration, Data, ModelChoice, Profile, Run, Search, Source
-from expert_loads import check_load
-from reading import RUN_MIN, any_of
-from result_folders import folder_of_data
 from shardwright.command.options import options_of
 from shardwright.estimate.settings import ProfileSettings
 from shardwright.io import BadInput, Document
@@ -29,6 +33,7 @@ from shardwright_train.data.corpora import Source as Corpus
 from shardwright_train.data.split import LossOn
 from shardwright_train.options import RunOptions
 from slurm_jobs import Component, components_of, job_minutes, job_resources
+from strict_yaml import RUN_MIN, any_of
 
 _OFF = {option.field: option.off for option in options_of(RunOptions) if option.off}
 """Options of `shardwright train run` that switch off a default, by key."""
@@ -145,8 +150,7 @@ class Workflow:
 
     def _located(self, key: str, value: object) -> object:
         """Return a value of the configuration; a path that does not exist is looked up next to the configuration."""
-        beside = key in _PATHS and not Path(str(value)).exists() and (self.folder / str(value)).exists()
-        return os.path.relpath(self.folder / str(value)) if beside else value
+        return located(self.folder, value) if key in _PATHS and isinstance(value, str) else value
 
     def network_options(self, cluster: str) -> list[str]:
         """The `shardwright profile analytic` options on the links of a cluster whose hardware is estimated."""
@@ -166,7 +170,7 @@ class Workflow:
         """Return the folder of the tokenizer for a run's model: its weights', else its data's, or None."""
         entry = self.settings.runs[run]
         if entry.weights is not None:
-            return str(self._located("weights", str(entry.weights)))
+            return located(self.folder, str(entry.weights))
         parts, data = self._parts(entry.data), self.settings.data
         return next((self.data_folder(part) for part in parts if data[part].source is not Corpus.IMAGES), None)
 
@@ -185,7 +189,7 @@ class Workflow:
     def parents_of(self, run: str) -> list[str]:
         """Return the checkpoint that a run branches from, as in `run_options`; an empty list for other runs."""
         parent = self.settings.runs[run].resume_from
-        return [] if parent is None else [str(self._located("resume_from", str(parent)))]
+        return [] if parent is None else [located(self.folder, str(parent))]
 
     def data_folder(self, name: str) -> str:
         """The value of `--data` for an entry of `data`."""

@@ -12,11 +12,12 @@ from typing import Any, NoReturn, TypeVar, get_args
 import msgspec
 
 from configuration_types import DECIDED, RANDOM, Configuration, ModelChoice, Name, Run, Search, Validate, components
-from shardwright.io import BadInput, read_object, removed_key, without_ignored
+from shardwright.io import BadInput, has_controls, read_bytes, read_object, removed_key, without_ignored
 from shardwright.models.description import stated_length
 from shardwright.models.registry import read_presets
 from shardwright_train.data.corpora import Source
 from shardwright_train.data.split import LossOn
+from strict_yaml import MAX_BYTES, Unusable, check_keys, mapping, texts
 
 Section = Mapping[str, Any]
 _NO_TEXT = (Source.IMAGES, Source.CAPTIONS, Source.SPEECH)
@@ -272,3 +273,31 @@ def _hint(name: str, known: Iterable[str]) -> str:
     names = list(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"did you mean {close[0]}?" if close else f"known are {', '.join(names)}"
+
+
+# Reading configuration files strictly: without control characters in any text.
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The content of a YAML file whose outermost value is a mapping; raises BadInput with the line."""
+    try:
+        content = mapping(read_bytes(path, MAX_BYTES), path)
+    except Unusable as error:
+        raise BadInput(*error.args) from None
+    check_texts(content, str(path))
+    return content
+
+
+def check_texts(content: object, file: str) -> None:
+    """Raise BadInput naming the place of a key that is not text, or of a text with control characters."""
+    try:
+        check_keys(content, file)
+    except Unusable as error:
+        raise BadInput(*error.args) from None
+    for place, key, text in texts(content):
+        if _is_odd(f"{key or ''}{text}"):
+            raise BadInput(file, f"{place} contains a line break or another control character", "write it without")
+
+
+def _is_odd(text: str) -> bool:
+    return "\n" in text or "\t" in text or has_controls(text)

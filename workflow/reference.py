@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from configuration import command_line
-from configuration_files import read_yaml
+from configuration_checks import read_yaml
 from shardwright.models.registry import read_presets
 
 _FOLDER = "results/reference"

@@ -1,13 +1,15 @@
-"""Strict reading of YAML files, with Snakemake's own dependencies only.
+"""Strict reading of YAML files, and a placeholder for an unread one, with Snakemake's own dependencies only.
 
 The profile of the workflow calls `check_configurations` before Snakemake reads the files that it was told of, in
 whatever environment that is: nothing of the product is imported here.
 """
 
+import re
 import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import yaml
@@ -136,3 +138,39 @@ def _weight(node: yaml.Node | None) -> int:
         elif isinstance(following, yaml.MappingNode):
             open_nodes += [each for pair in following.value for each in pair]
     return total
+
+
+# A placeholder configuration for reading the rules without planning jobs, as in `snakemake --lint`.
+
+
+RUN_MIN = 1440
+"""Minutes of a run's job if no node type states them."""
+_NOTHING = "(?!)"
+
+
+def any_of(names: Iterable[str]) -> str:
+    """Return a regular expression that matches exactly these names."""
+    return "|".join(map(re.escape, names)) or _NOTHING
+
+
+class Unread:
+    """A placeholder for a configuration and its files, without any entries."""
+
+    settings = SimpleNamespace(
+        searches={}, runs={}, pictures=(), rerun_on_upgrade=False, validate=SimpleNamespace(steps=0, warmup_steps=0)
+    )
+
+    def pattern(self, _kind: str = "") -> str:
+        """Return a regular expression that matches nothing."""
+        return _NOTHING
+
+    analytic_models = analytic_clusters = data_pattern = pattern
+
+    def names(self) -> tuple[str, ...]:
+        """Return no names."""
+        return ()
+
+    configs = described = imported = measured_searches = profiled_pairs = resource_names = names
+
+
+UNREAD = Unread()

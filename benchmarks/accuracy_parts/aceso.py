@@ -11,13 +11,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from accuracy_parts.commands import run, write_json_document
 from accuracy_parts.figures import Compared
+from harness import run, write_json
 
 from shardwright.io import read_document
 from shardwright.types import Estimate, Prediction
-
-__all__ = ["compared"]
 
 FAMILIES = {"gpt": "GPT", "resnet": "ResNet"}
 MIB = 2**20
@@ -56,14 +54,14 @@ def estimated_350m() -> Estimate:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         node = {"device": "Tesla V100-SXM2-32GB", "devices_per_node": 1, "memory_bytes": 32 * 2**30}
-        cluster = write_json_document(
+        cluster = write_json(
             folder / "cluster.json",
             "cluster",
             name="v100",
             nodes=[{"node_type": "v100", "count": 1}],
             node_types={"v100": node},
         )
-        settings = write_json_document(
+        settings = write_json(
             folder / "settings.json",
             "profile_settings",
             tp_sizes=[1],
@@ -74,7 +72,7 @@ def estimated_350m() -> Estimate:
             precision=PRECISION,
             attention="eager",
         )
-        write_json_document(folder / "model" / "config.json", None, **GPT_350M)
+        write_json(folder / "model" / "config.json", None, **GPT_350M)
         model, hardware, profile = folder / "model.json", folder / "hardware.h5", folder / "profile.h5"
         plan, prediction = folder / "plan.json", folder / "plan.prediction.json"
         run("shardwright", "train", "describe", folder / "model", "--name", "gpt-350m", "--sequence-length", LENGTH,

@@ -1,14 +1,10 @@
-"""Predictions against measured numbers, put together: errors, rank correlation, and how they are printed and kept."""
+"""Predictions against measured numbers, put together: errors, rank correlation, and how they are printed."""
 
-import json
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import numpy as np
-
-__all__ = ["Compared", "figures", "show", "spearman", "write_json"]
 
 
 class Compared(NamedTuple):
@@ -62,12 +58,6 @@ def show(rows: Sequence[Compared], sets: Sequence[dict[str, Any]], every_row: bo
         errors = " ".join(f"{one[name]:7.1%}" for name in ("mean_error", "median_error", "worst_error"))
         ratio = one["median_predicted_over_measured"]
         print(f"{one['set']:58} {one['points']:6} {errors} {ratio:19.2f}  {one['worst']}")
-
-
-def write_json(path: Path, sets: Sequence[dict[str, Any]], **more: object) -> None:
-    """Keep the figures, and whatever else says where they come from."""
-    path.write_text(json.dumps({**more, "sets": sets}, indent=1) + "\n", encoding="utf-8")
-    print(f"written: {path}")
 
 
 def _ranks(values: Any) -> Any:  # noqa: ANN401

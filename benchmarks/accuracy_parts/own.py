@@ -10,24 +10,41 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from accuracy_parts.commands import made, run, write_json_document
-from accuracy_parts.draws import random_plan
 from accuracy_parts.figures import Compared, spearman
+from harness import made, run, write_json
 
 from shardwright.io import BadInput, read_document, write_document
 from shardwright.models.registry import read_presets
-from shardwright.types import Cluster, Estimate, Measurement, Model, Plan, PlanMeasurement, Plans
+from shardwright.types import (
+    EMBEDDING,
+    HEAD,
+    Cluster,
+    DataParallel,
+    Estimate,
+    GradientReduction,
+    LayerStrategy,
+    Measurement,
+    Model,
+    PipelineStage,
+    Plan,
+    PlanMeasurement,
+    Plans,
+    Schedule,
+    SequenceParallel,
+    Strategy,
+    misfit,
+)
 from shardwright.types.model_profile import read_model_profile
+from shardwright.types.strategy import RECOMPUTE_WHOLE
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.cost_model.profiles import Profiles, read_profiles
 from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_train.models.support import check_supported
-
-__all__ = ["Inputs", "Round", "compared", "prepare", "rounds", "verdict"]
 
 BATCH, LENGTH = 16, 128
 KINDS = {
@@ -59,13 +76,11 @@ class Round(NamedTuple):
 
 def prepare(work: Path, root: Path, hardware: Path | None) -> Inputs:
     """Describe the demo's model and measure the links, if not given; what lies in `work` already is taken as it is."""
-    write_json_document(work / "model" / "config.json", None, **read_presets()["llama-2m"].config)
+    write_json(work / "model" / "config.json", None, **read_presets()["llama-2m"].config)
     nodes = [{"node_type": "cpu", "count": 1}]
     found = Inputs(
         work / "model.json",
-        write_json_document(
-            work / "cluster.json", "cluster", name="two-cpus", nodes=nodes, node_types={"cpu": DEVICES}
-        ),
+        write_json(work / "cluster.json", "cluster", name="two-cpus", nodes=nodes, node_types={"cpu": DEVICES}),
         hardware or work / "hardware.h5",
     )
     made(found.model, "shardwright", "train", "describe", work / "model", "--name", "demo", "--sequence-length", LENGTH)
@@ -91,7 +106,7 @@ def rounds(
 
 
 def _profiled(work: Path, inputs: Inputs, settings: dict[str, Any], number: int) -> Path:
-    described = write_json_document(work / "settings.json", "profile_settings", **PROBES, **KINDS)
+    described = write_json(work / "settings.json", "profile_settings", **PROBES, **KINDS)
     probes, taken, profile = (
         work / "probes.json",
         work / f"probes-{number}.measured.json",
@@ -156,7 +171,7 @@ def _rows(found: Sequence[PlanMeasurement], profiles: Sequence[Profiles]) -> Ite
 
 
 def _searched(work: Path, inputs: Inputs, profile: Path) -> Plan:
-    search = write_json_document(
+    search = write_json(
         work / "search.json",
         "search",
         name=CHOSEN,
@@ -214,3 +229,82 @@ def _problem(plan: Plan, profiles: Profiles) -> str | None:
         return str(error.args[1])
     least = min(node.memory_bytes for node in plan.cluster.node_types.values())
     return "it takes more memory than a device has" if estimate.memory_bytes > least else None
+
+
+# Random plans on a few ranks, drawn by seed from everything that a plan may say.
+
+
+_MOST_RUNS = 4
+"""Neighbouring layers of one strategy: at most so many runs of them in a plan."""
+
+
+def random_plan(model: Model, cluster: Cluster, global_batch_size: int, draw: random.Random, name: str) -> Plan:
+    """A plan that can be run, though not always priced: every degree and kind is as likely as another.
+
+    So is every schedule of joint backward passes.
+    """
+    devices, layers = cluster.num_devices, len(model.layers)
+    pp_size = draw.choice([d for d in _divisors(devices) if d <= layers])
+    width = devices // pp_size
+    # Results name plans by their seeds: split backward passes came after them.
+    joint = [s for s in Schedule if not s.splits]
+    schedule = draw.choice([s for s in joint if pp_size > 1 or s is Schedule.ONE_F_ONE_B])
+    chunks = 2 if schedule is Schedule.INTERLEAVED_1F1B and layers >= 2 * pp_size else 1
+    counts = [m for m in _divisors(global_batch_size) if (global_batch_size // m) % width == 0]
+    if schedule is Schedule.INTERLEAVED_1F1B:
+        counts = [m for m in counts if m % pp_size == 0]
+    edges = [0, *sorted(draw.sample(range(1, layers), pp_size * chunks - 1)), layers]
+    ranges = list(pairwise(edges))
+    return Plan(
+        name=name,
+        model=model,
+        cluster=cluster,
+        global_batch_size=global_batch_size,
+        num_microbatches=draw.choice(counts),
+        schedule=schedule if chunks > 1 or schedule is not Schedule.INTERLEAVED_1F1B else Schedule.ONE_F_ONE_B,
+        gradient_reduction=draw.choice(list(GradientReduction)),
+        stages=tuple(
+            PipelineStage(
+                ranks=tuple(range(i * width, (i + 1) * width)),
+                layers=tuple(ranges[chunk * pp_size + i] for chunk in range(chunks)),
+            )
+            for i in range(pp_size)
+        ),
+        embedding=_shardings(model, EMBEDDING, width, draw),
+        head=_shardings(model, HEAD, width, draw),
+        layers=_layers(model, width, draw),
+    )
+
+
+def _layers(model: Model, width: int, draw: random.Random) -> tuple[LayerStrategy, ...]:
+    """Runs of equal neighbours: layers of one type that follow one another share a strategy until a run ends."""
+    count = len(model.layers)
+    ends = sorted(draw.sample(range(1, count), draw.randint(0, min(_MOST_RUNS, count) - 1)))
+    found: list[LayerStrategy] = []
+    for number, kind in enumerate(model.layers):
+        if found and number not in ends and found[-1].type == kind:
+            found.append(found[-1])
+            continue
+        spread = _shardings(model, kind, width, draw)
+        fields = {name: getattr(spread, name) for name in Strategy.__struct_fields__}
+        found.append(LayerStrategy(**fields, type=kind, recompute=draw.choice(list(RECOMPUTE_WHOLE))))
+    return tuple(found)
+
+
+def _shardings(model: Model, kind: str, width: int, draw: random.Random) -> Strategy:
+    tp_sizes = [
+        tp_size for tp_size in _divisors(width) if misfit(model, kind, Strategy(tp_size=tp_size, dp_size=1)) is None
+    ]
+    tp_size = draw.choice(tp_sizes)
+    dp_size = width // tp_size
+    ways = [
+        Strategy(tp_size=tp_size, dp_size=dp_size, data_parallel=sharded, sequence_parallel=split)
+        for split in (SequenceParallel if tp_size > 1 else (SequenceParallel.NONE,))
+        # Under Ulysses parameters are shared by all ranks of the stage.
+        for sharded in (DataParallel if dp_size > 1 or split is SequenceParallel.ULYSSES else (DataParallel.DDP,))
+    ]
+    return draw.choice([way for way in ways if misfit(model, kind, way) is None])
+
+
+def _divisors(number: int) -> Sequence[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]

@@ -27,8 +27,6 @@ from shardwright.types import LayerType, Parameter, Precision, Schedule, Strateg
 from shardwright_search.cost_model.parameters import parameter_memory
 from shardwright_search.simulation.simulator import StageTimes, simulate
 
-__all__ = ["OUTLIERS", "SMALLEST_BYTES", "ZONE", "bytes_per_s_together", "compared"]
-
 OUTLIERS = {
     "OPT-350/N4/plan_config_N4_D4": "time",
     "mit/N2/plan_config_N2_D2": "time",

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpu_kit.page import table
 from gpu_kit.plans import LLAMA, model_of
 from gpu_kit.prepare import DEVICE, setting_of_h200
+from harness import table
 
 from shardwright.devices.table import Device, read_devices
 from shardwright.estimate.layers import ATTENTION_BACKWARD, KERNEL_START_S
@@ -98,7 +98,7 @@ def lines_of(found: Sequence[Assumption]) -> list[str]:
         measured = "-" if one.measured is None else f"{one.measured / one.unit:.3g}"
         over = "-" if not one.measured else f"{one.assumed / one.measured:.2f}"
         told.append([one.name, f"{one.assumed / one.unit:.3g}", measured, over])
-    return table("constant|assumed|measured|ratio", told)
+    return [*table("constant|assumed|measured|ratio", told)]
 
 
 def _block_type() -> Any:  # noqa: ANN401

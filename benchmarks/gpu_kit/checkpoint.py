@@ -2,21 +2,21 @@
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import torch
 from gpu_kit.fast import dense_plan
 from gpu_kit.loops import SETTINGS, wait
-from gpu_kit.page import scaled, table
-from gpu_kit.rows import Row, Values
+from gpu_kit.rows import Row, Values, scaled
 from gpu_kit.setting import Setting
-from gpu_kit.snapshot import at_the_peak
 from gpu_kit.workbench import DrawnOnDevice, batch_of, engine_of, step_of
 from gpu_kit.worlds import lone_world
+from harness import table
 
 from shardwright.types import Plan
 from shardwright_train.checkpoints.tensors import HostBuffer, parts_to_save, read_tensors, total_bytes, write_tensors
@@ -176,3 +176,39 @@ def lines(rows: Mapping[str, Any]) -> list[str]:
         held = [[place, scaled(size, 2**30)] for place, size in row.get("at_the_peak", {}).items()]
         said += ["", *table("allocated in the step and resident at its peak|GiB", held)]
     return [*table("what|s|GB/s", told), *said]
+
+
+# What of a step was allocated where at its peak, by the history of PyTorch's allocator.
+
+
+_OWN = ("shardwright_train", "transformers")
+_LARGEST = 15
+
+
+def at_the_peak(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return the bytes that were resident at the peak, by the innermost line of a model or this project, largest first.
+
+    `events` are those of one device, in order, as `torch.cuda.memory._snapshot` gives them.
+    """
+    live: dict[int, Mapping[str, Any]] = {}
+    held = most = 0
+    peak: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for event in events:
+        if event["action"] == "alloc":
+            live[event["addr"]] = event
+            held += event["size"]
+            sizes[_place(event)] += event["size"]
+            if held > most:
+                most, peak = held, sizes.copy()
+        elif event["action"] == "free_completed" and (gone := live.pop(event["addr"], None)) is not None:
+            held -= gone["size"]
+            sizes[_place(gone)] -= gone["size"]
+    return {place: size for place, size in peak.most_common(_LARGEST) if size > 0}
+
+
+def _place(event: Mapping[str, Any]) -> str:
+    for frame in event.get("frames", ()):
+        if any(name in frame["filename"] for name in _OWN):
+            return f"{PurePath(frame['filename']).name}:{frame['line']} {frame['name']}"
+    return "elsewhere"

@@ -6,6 +6,7 @@ CUDA events that nothing waits for until the last step is over.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
@@ -16,15 +17,15 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from gpu_kit import compile_ahead as ahead
-from gpu_kit import waits
 from gpu_kit.configurations import EXPERTS, LLAMA_1B
 from gpu_kit.loops import SETTINGS, Way, plain_loop, runtime, sharded_loop, timed
-from gpu_kit.page import scaled, table
-from gpu_kit.rows import Row, Values, tried
+from gpu_kit.rows import Row, Values, scaled, tried
 from gpu_kit.setting import Setting
-from gpu_kit.workbench import batch_of, described, engine_of, one_device_plan, step_of
+from gpu_kit.workbench import DrawnOnDevice, batch_of, described, engine_of, one_device_plan, step_of
 from gpu_kit.worlds import lone_world
+from harness import table
 from msgspec.structs import replace
+from torch.profiler import ProfilerActivity, profile
 
 from shardwright.devices.utilization import model_flops_utilization
 from shardwright.types import EMBEDDING, HEAD, Plan
@@ -95,7 +96,7 @@ def rows(setting: Setting, stack: ExitStack) -> list[Row]:
     def counted(model: str, microbatches: int) -> Values:
         samples = max(microbatches, plans[model]().global_batch_size)
         plan = replace(plans[model](), num_microbatches=microbatches, global_batch_size=samples)
-        return waits.counted(plan, world(), groups())
+        return counted(plan, world(), groups())
 
     return [
         *(Row(name, partial(way, model, make)) for name, (model, make) in _WAYS.items()),
@@ -184,4 +185,44 @@ def lines(rows: Mapping[str, Any]) -> list[str]:
     said = [f"Steps of {n} samples of {length} random tokens." for n, length in sorted(shapes)]
     columns = "way|B parameters|step, ms|tokens/s|MFU, %|peak, GiB|first loss|last loss|start-up, s"
     counts = "MFU counts the model's own operations, none on masked positions, nothing recomputed."
-    return [*said, counts, "", *table(columns, told), "", *waits.lines(rows)]
+    return [*said, counts, "", *table(columns, told), "", *wait_lines(rows)]
+
+
+# How often a step makes the host wait for the device, by PyTorch's profiler, for few and for many microbatches.
+#
+# A step that never waits in between has the same small number whatever its microbatches.
+
+
+CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaMemcpyAsync")
+"""CUDA's own calls. All but the last wait; of the last, copies to pageable memory of the host do."""
+ASKED = ("aten::_local_scalar_dense", "aten::nonzero")
+"""Operations whose result the host needs at once; all that a processor shows."""
+
+
+def counted(plan: Plan, world: World, groups: Groups) -> Values:
+    """The calls of one step, after two others."""
+    engine = engine_of(plan, world, groups, "sdpa", weights=DrawnOnDevice())
+    steps = [step_of(engine, batch_of(plan.model, plan.global_batch_size, seed), seed + 1) for seed in range(3)]
+    for step in steps[:-1]:
+        engine.train_step(step)
+    activities = [ProfilerActivity.CPU]
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiler:
+        engine.train_step(steps[-1])
+    counts = Counter(event.name for event in profiler.events())
+    waiting = CALLS[:-1] if world.device.type == "cuda" else ASKED
+    return {"calls": {name: counts[name] for name in (*CALLS, *ASKED)}, "waits": sum(counts[n] for n in waiting)}
+
+
+def wait_lines(rows: Mapping[str, Any]) -> list[str]:
+    """The table."""
+    names = (*CALLS, *ASKED)
+    told = [
+        [name.removeprefix("waits: "), row["waits"], *(row["calls"][each] for each in names)]
+        for name, row in rows.items()
+        if name.startswith("waits: ")
+    ]
+    said = "Waits of the host in one step; they must not grow with the microbatches."
+    return [said, "", *table("|".join(["model", "waits", *(f"`{name}`" for name in names)]), told)]

@@ -21,9 +21,8 @@ from importlib import import_module
 from pathlib import Path
 
 from gpu_kit import compile_ahead
-from gpu_kit.page import page_of
 from gpu_kit.prepare import PREDICTIONS
-from gpu_kit.rows import Results, Row, tried
+from gpu_kit.rows import Results, Row, page_of, tried
 from gpu_kit.setting import ROOT, Setting, setting_of_gpus, setting_of_rehearsal
 from gpu_kit.start import settle_allocator
 from gpu_kit.steps import STEPS, Step

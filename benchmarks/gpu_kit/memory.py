@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 from gpu_kit.loops import wait
-from gpu_kit.page import ratio, scaled, table
 from gpu_kit.prepare import PREDICTIONS
-from gpu_kit.rows import Row, Values
+from gpu_kit.rows import Row, Values, ratio, scaled
 from gpu_kit.setting import Setting
 from gpu_kit.workbench import DrawnOnDevice, batch_of, engine_of, step_of
 from gpu_kit.worlds import fake_world
+from harness import table
 
 from shardwright.io import read_document
 from shardwright.types import Plan

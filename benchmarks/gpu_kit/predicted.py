@@ -13,12 +13,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from accuracy_parts.commands import run, write_json_document
-from gpu_kit.page import ratio, scaled, table
 from gpu_kit.plans import LLAMA, PACKED, config_of, length_of
 from gpu_kit.prepare import PREDICTIONS, TOKENS
-from gpu_kit.rows import Row, Values
+from gpu_kit.rows import Row, Values, ratio, scaled
 from gpu_kit.setting import Setting
+from harness import run, table, write_json
 
 from shardwright.io import read_document, write_document
 from shardwright.types import Measurement, Plan
@@ -77,8 +76,8 @@ def _sweep(setting: Setting) -> Values:
 def _profile(setting: Setting) -> Values:
     folder, out = setting.work / "llama", profile_file(setting, PROFILE)
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_json_document(folder / "config.json", None, **config_of(setting, LLAMA, setting.size(4, 7)))
-    settings = write_json_document(
+    write_json(folder / "config.json", None, **config_of(setting, LLAMA, setting.size(4, 7)))
+    settings = write_json(
         setting.work / "settings.json",
         "profile_settings",
         tp_sizes=[1],

@@ -5,15 +5,15 @@ rounding of its own operations. Two computations that each are so far from the e
 each other (the triangle inequality), and that is what is held.
 """
 
+import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from gpu_kit import right_bits, right_experts, right_host, right_rings
+from gpu_kit import right_experts, right_rings
 from gpu_kit.configurations import FAMILIES, configuration
-from gpu_kit.page import table
 from gpu_kit.rows import Row, Values
 from gpu_kit.setting import Setting
 from gpu_kit.workbench import (
@@ -29,11 +29,14 @@ from gpu_kit.workbench import (
     stock_of,
 )
 from gpu_kit.worlds import lone_world
+from harness import table
 from msgspec.structs import replace
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shardwright.types import Model, Plan, Precision, Recompute
+from shardwright.types import MIB, Model, Offload, Plan, Precision, Recompute
 from shardwright_train.data.objectives import Batch
+from shardwright_train.engine.engine import Engine
 from shardwright_train.models.attention_kernels import settle_attention
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.vocab import IGNORED
@@ -72,8 +75,8 @@ def rows(setting: Setting, stack: ExitStack) -> list[Row]:
     more = [
         *right_experts.rows(setting),
         *right_rings.rows(setting),
-        *right_bits.rows(setting, world, groups),
-        *right_host.rows(setting, world, groups),
+        *bits_rows(setting, world, groups),
+        *host_rows(setting, world, groups),
     ]
     return [*found[: len(found) // 2], *more, *found[len(found) // 2 :]]
 
@@ -226,7 +229,130 @@ def lines(rows: Mapping[str, Any]) -> list[str]:
         "",
         *right_rings.lines(rows),
         "",
-        *right_bits.lines(rows),
+        *bits_lines(rows),
         "",
-        *right_host.lines(rows),
+        *host_lines(rows),
     ]
+
+
+# S1: the same step twice: whether it gives the same bits, with each kernel of attention.
+
+
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "as chosen": None,
+}
+_MODELS = {"llama": (), "mixtral": ("as chosen",)}
+
+
+def bits_rows(setting: Setting, world: Callable[[], World], groups: Callable[[], Groups]) -> list[Row]:
+    """The rows; a model with experts once."""
+    return [
+        Row(f"bits: {family}, {kernel}", partial(_twice, setting, world, groups, family, kernel))
+        for family, kernels in _MODELS.items()
+        for kernel in kernels or KERNELS
+    ]
+
+
+def _twice(
+    setting: Setting, world: Callable[[], World], groups: Callable[[], Groups], family: str, kernel: str
+) -> Values:
+    width, layers, vocabulary, length, samples = setting.size((512, 4, 8192, 1024, 8), (32, 2, 61, 16, 2))
+    model = described(configuration(family, width, layers, vocabulary, length), f"bits-{family}", length)
+    plan = one_device_plan(setting, model, "bits", samples, precision=MIXED, attention="sdpa")
+    backend, found = KERNELS[kernel], []
+    for _ in range(2):
+        engine = engine_of(plan, world(), groups(), "sdpa")
+        # A processor has neither cuDNN's kernel nor the memory-efficient one.
+        with nullcontext() if backend is None or not setting.on_cuda else sdpa_kernel(backend):
+            loss = engine.forward_backward(step_of(engine, batch_of(model, samples, seed=0)))
+        gradients = by_stock_names(engine, lambda parameter: parameter.grad)
+        found.append({name: x.detach().clone() for name, x in gradients.items()} | {"loss": loss.detach().clone()})
+    first, second = found
+    unlike = [name for name, x in first.items() if not torch.equal(x, second[name])]
+    return {"same": not unlike, "unlike": len(unlike), "of": len(first), "first_unlike": unlike[:3]}
+
+
+def bits_lines(rows: Mapping[str, Any]) -> list[str]:
+    """The table."""
+    told = [
+        [name.removeprefix("bits: "), "yes" if row["same"] else "no", f"{row['unlike']} of {row['of']}"]
+        for name, row in rows.items()
+        if name.startswith("bits: ")
+    ]
+    return [*table("model, kernel|same bits twice|tensors that differ", told)]
+
+
+# S1: a step with states or activations in host memory beside the same without: bits, time, and the device's memory.
+
+
+_STEPS = 4
+_CASES = (
+    (Offload.OPTIMIZER, Recompute.NONE),
+    (Offload.UPDATE, Recompute.NONE),
+    (Offload.ACTIVATIONS, Recompute.NONE),
+    (Offload.ACTIVATIONS, Recompute.FULL),
+)
+
+
+def host_rows(setting: Setting, world: Callable[[], World], groups: Callable[[], Groups]) -> list[Row]:
+    """A row for each kind of offload, of all blocks."""
+    return [
+        Row(f"host: {offload}, recompute {recompute}", partial(_beside, setting, world, groups, offload, recompute))
+        for offload, recompute in _CASES
+    ]
+
+
+def _beside(
+    setting: Setting,
+    world: Callable[[], World],
+    groups: Callable[[], Groups],
+    offload: Offload,
+    recompute: Recompute,
+) -> Values:
+    width, layers, vocabulary, length, samples = setting.size((2048, 8, 8192, 4096, 4), (32, 2, 61, 16, 2))
+    model = described(configuration("llama", width, layers, vocabulary, length), "host", length)
+    plan = one_device_plan(setting, model, "host", samples, precision=MIXED, attention="sdpa", num_microbatches=2)
+    plain = replace(plan, layers=tuple(replace(layer, recompute=recompute) for layer in plan.layers))
+    moved = replace(plain, layers=tuple(replace(layer, offload=offload) for layer in plain.layers))
+    on, off = (_trained(setting, each, world(), groups()) for each in (moved, plain))
+    unlike = [name for name, x in on.pop("tensors").items() if not torch.equal(x, off["tensors"][name])]
+    off.pop("tensors")
+    return {"same": not unlike, "unlike": len(unlike), "first_unlike": unlike[:3], "on": on, "off": off}
+
+
+def _trained(setting: Setting, plan: Plan, world: World, groups: Groups) -> dict[str, Any]:
+    """Some steps: the parameters after them, the fastest step's time, and the most that the device's tensors took."""
+    engine: Engine = engine_of(plan, world, groups, "sdpa")
+    times_s = []
+    for number in range(1, _STEPS + 1):
+        step = step_of(engine, batch_of(plan.model, plan.global_batch_size, seed=number), number)
+        if setting.on_cuda:
+            torch.accelerator.synchronize()
+            torch.accelerator.reset_peak_memory_stats()
+        began_s = time.perf_counter()
+        engine.train_step(step)
+        if setting.on_cuda:
+            torch.accelerator.synchronize()
+        times_s.append(time.perf_counter() - began_s)
+    most = torch.accelerator.max_memory_allocated() if setting.on_cuda else 0
+    engine.late.flush()
+    tensors = {name: x.detach().to("cpu", copy=True) for name, x in engine.optimizer.parameters.items()}
+    return {"step_s": min(times_s), "peak_mib": most / MIB, "tensors": tensors}
+
+
+def host_lines(rows: Mapping[str, Any]) -> list[str]:
+    """The table."""
+    told = [
+        [
+            name.removeprefix("host: "),
+            "yes" if row["same"] else f"no, {row['unlike']} differ",
+            *(f"{row[which]['step_s'] * 1e3:.1f}" for which in ("on", "off")),
+            *(f"{row[which]['peak_mib']:.0f}" for which in ("on", "off")),
+        ]
+        for name, row in rows.items()
+        if name.startswith("host: ")
+    ]
+    return [*table("in host memory|same bits|ms|ms without|MiB|MiB without", told)]

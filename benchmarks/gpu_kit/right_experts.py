@@ -5,11 +5,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from gpu_kit.page import table
 from gpu_kit.rows import Row, Values
 from gpu_kit.setting import Setting
 from gpu_kit.workbench import row_counts
 from gpu_kit.worlds import device_of
+from harness import table
 from torch import Tensor
 
 from shardwright_train.parallel.experts import expert_products
@@ -75,4 +75,4 @@ def lines(rows: Mapping[str, Any]) -> list[str]:
         for name, row in rows.items()
         if name.startswith("experts: ")
     ]
-    return table("rows of experts|results|gradients of rows|of matrices|well|made by", told)
+    return [*table("rows of experts|results|gradients of rows|of matrices|well|made by", told)]

@@ -5,10 +5,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from gpu_kit.page import table
 from gpu_kit.rows import Row, Values
 from gpu_kit.setting import Setting
 from gpu_kit.worlds import device_of
+from harness import table
 from torch import Tensor
 
 from shardwright_train.parallel.attention_blocks import Block, nothing_attended
@@ -108,4 +108,4 @@ def lines(rows: Mapping[str, Any]) -> list[str]:
         for name, row in rows.items()
         if name.startswith("ring: ")
     ]
-    return table("blocks of attention|kernel|output|gradients of queries|of keys|of values|well", told)
+    return [*table("blocks of attention|kernel|output|gradients of queries|of keys|of values|well", told)]

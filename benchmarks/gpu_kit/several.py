@@ -15,11 +15,11 @@ from typing import Any
 import torch.distributed as dist
 from gpu_kit.configurations import configuration
 from gpu_kit.loops import wait
-from gpu_kit.page import table
 from gpu_kit.rows import Row, Values, outcome
 from gpu_kit.setting import Setting
 from gpu_kit.steps import launch_ranks
 from gpu_kit.workbench import MIXED, batch_of, described, engine_of, memory_given_back, plan_of, step_of
+from harness import table
 from msgspec.structs import replace
 
 from shardwright.plan.chunks import placed

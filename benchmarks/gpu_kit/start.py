@@ -11,9 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from gpu_kit import compile_ahead
-from gpu_kit.page import scaled, table
-from gpu_kit.rows import Row, Values
+from gpu_kit.rows import Row, Values, scaled
 from gpu_kit.setting import Setting
+from harness import table
 
 from shardwright.launch.ranks import EXPANDABLE, allocator_setting
 

@@ -6,12 +6,12 @@ from functools import cache, partial
 from typing import Any
 
 from gpu_kit.configurations import configuration
-from gpu_kit.page import table
 from gpu_kit.rows import Row, Values
 from gpu_kit.setting import Setting
 from gpu_kit.several import FLOAT64, REFERENCE, TOLERANCE, compared, plans_of, row_of
 from gpu_kit.steps import launch_ranks
 from gpu_kit.workbench import described, plan_of
+from harness import table
 from msgspec.structs import replace
 
 from shardwright.types import ContextParallel, ExpertStrategy, Plan, Strategy

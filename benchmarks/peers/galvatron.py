@@ -20,18 +20,6 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = [
-    "Ran",
-    "environment",
-    "one_thread",
-    "price",
-    "rekeyed_memory",
-    "rekeyed_times",
-    "run",
-    "search",
-    "write_case",
-]
-
 REQUIREMENT = "hetu-galvatron==2.4.0 --hash=sha256:452a1964f9c2e1649886c427537f61e7e8b1c6e82163813a25b275c42ec8a662\n"
 NEEDED = ("numpy==2.4.6", "scipy==1.17.1", "tqdm==4.70.1", "pybind11==3.1.0", "setuptools==80.9.0", "wheel==0.48.0")
 HERE = Path(__file__).parent

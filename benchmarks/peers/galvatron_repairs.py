@@ -17,8 +17,6 @@ The inter-layer cost, 100 times too high, is in its dynamic programme alone: no 
 
 import numpy as np
 
-__all__ = ["DEFECTS", "DIFFERENCES", "pipeline_s", "time_model"]
-
 DEFECTS = ("middle_stages", "vocabulary_sync", "zero3_gathers", "stage_sends")
 DIFFERENCES = ("whole_collectives", "fixed_time")
 

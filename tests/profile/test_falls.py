@@ -3,7 +3,7 @@ from pathlib import Path
 import msgspec
 
 from shardwright.types.model_profile import LayerRow, read_model_profile
-from shardwright_profile.model.doubtful import falling_times
+from shardwright_profile.model.layers import falling_times
 
 
 def _layers(times_s: tuple[float, ...], error_s: float) -> tuple[LayerRow, ...]:

@@ -24,7 +24,7 @@ from shardwright.types import (
     Strategy,
 )
 from shardwright.types.model_profile import LayerFigures, LayerRow
-from shardwright_profile.model.experts import fit_experts
+from shardwright_profile.model.layers import fit_experts
 from shardwright_profile.model.probes import is_apart, make_probes
 
 CONFIG = {
@@ -140,7 +140,7 @@ def test_experts_that_noise_makes_longer_than_the_layer_leave_a_hundredth(probes
 
 def test_no_experts_are_fitted_where_none_were_measured(probes):
     document = SimpleNamespace(experts=UNSET)
-    assert fit_experts([(Path("m.json"), document)], None, [whole(NONE)], []) == ((), ())
+    assert fit_experts([(Path("m.json"), document)], None, [whole(NONE)], []) == ([], [])
 
 
 def test_experts_measured_twice_are_refused(probes):

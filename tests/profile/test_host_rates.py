@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from shardwright.types.hardware_profile import HOST_ALONE, HOST_COPIES, HOST_UPDATES
-from shardwright_profile.hardware import host_rates
-from shardwright_profile.hardware.host_rates import host_measurements
-from shardwright_profile.hardware.measurements import rate_tasks
+from shardwright_profile.hardware import measurements
+from shardwright_profile.hardware.measurements import host_measurements, rate_tasks
 
 _CPU = torch.device("cpu")
 _COPIED, _UPDATED = 4096, 512
@@ -43,8 +42,8 @@ def test_ranks_of_a_node_copy_at_once_and_in_turn(monkeypatch, make_cluster, me)
         return copy(target, source, **given)
 
     monkeypatch.setattr(torch.Tensor, "copy_", counted)
-    monkeypatch.setattr(host_rates.dist, "get_rank", lambda: me)
-    measured = host_measurements(cluster, host_rates._Sizes(_COPIED, _UPDATED))
+    monkeypatch.setattr(measurements.dist, "get_rank", lambda: me)
+    measured = host_measurements(cluster, measurements._Sizes(_COPIED, _UPDATED))
     for name in HOST_COPIES:
         assert measured[name](clock) == (_COPIED / 2,) * 4
     for name in HOST_ALONE:
@@ -64,7 +63,7 @@ def test_the_host_updates_as_many_parameters_as_it_is_given(monkeypatch, make_cl
         return step(optimizer)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", counted)
-    measured = host_measurements(make_cluster((1, 4)), host_rates._Sizes(_COPIED, _UPDATED))
+    measured = host_measurements(make_cluster((1, 4)), measurements._Sizes(_COPIED, _UPDATED))
     assert measured[HOST_UPDATES](clock) == (_UPDATED / 2,) * 4
     assert set(stepped) == {_UPDATED}
 

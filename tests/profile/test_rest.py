@@ -8,7 +8,7 @@ import pytest
 from probe_plans import probe_settings
 
 from shardwright.types import BoundaryTensor
-from shardwright_profile.model import rest
+from shardwright_profile.model import layers
 from shardwright_profile.model.fit import fit_profile
 from shardwright_profile.model.probes import layer_counts, make_probes
 
@@ -59,7 +59,7 @@ def test_only_what_changes_no_shape_is_repeated(pyramid, make_cluster):
 
 
 def test_they_take_what_the_others_leave_of_the_shortest_probe(fitted, monkeypatch):
-    monkeypatch.setattr(rest, "LIKELY", 0.0)
+    monkeypatch.setattr(layers, "LIKELY", 0.0)
     table = fitted().layers
     merge, join = (_row(table, name) for name in ("merge", "join"))
     # 4 ms by operations: 30 and 10 of 40.

@@ -14,9 +14,12 @@ from shardwright_profile.hardware.profile import (
     RateEntry,
     StartEntry,
     SweepIdentity,
+    bad_links,
+    findings,
     profile_of,
+    slow_ranks,
+    unsettled_points,
 )
-from shardwright_profile.hardware.statistics import bad_links, findings, slow_ranks, unsettled_points
 from shardwright_profile.show import show_profile
 
 _MIB = 2**20

@@ -13,7 +13,7 @@ from shardwright.launch.journal import Journal, Kept
 from shardwright.plan.process_groups import EDGE_CHANNELS
 from shardwright_profile.hardware.profile import JOURNAL, Progress, SweepIdentity
 from shardwright_profile.hardware.session import ProcessGroups, Session, Stopwatch
-from shardwright_profile.hardware.sweep import sweep
+from shardwright_profile.hardware.worker import sweep
 
 CPU = torch.device("cpu")
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright_profile.hardware import overlap, pipelined
+from shardwright_profile.hardware import overlap
 from shardwright_profile.hardware.measurements import rate_tasks
 from shardwright_profile.hardware.overlap import overlap_clock
 from shardwright_profile.hardware.session import Stopwatch
-from shardwright_profile.hardware.sweep import Line, Workload, line_through
+from shardwright_profile.hardware.worker import Line, Workload, line_through
 
 _CPU = torch.device("cpu")
 _WORK = Workload(points=[1000, 2000], pairs=[1000], overlap=[1000], case_messages=8.0, min_repeats=6, warm_up_repeats=3)
@@ -149,7 +149,7 @@ def test_rates_are_of_random_numbers(monkeypatch):
     )
     for task in rate_tasks(session):
         task.measure(1.0)
-    pipelined._layer(session)()
+    overlap._layer(session)()
     timer = overlap._Timer(session)
     monkeypatch.setattr(timer, "_turns_s", lambda turns, _repeats: np.ones((1, 1)))
     for computation in timer._computations:

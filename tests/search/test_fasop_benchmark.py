@@ -1,6 +1,6 @@
 """FASOP's plans in benchmarks/fasop.py: what of a row of its tables becomes a plan of ours."""
 
-import importlib.util
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +14,9 @@ from shardwright.types import LayerStrategy, Schedule
 from shardwright_search.space.uniform import UniformStrategy, plan_of_uniform
 
 ROOT = Path(__file__).resolve().parents[2]
-_spec = importlib.util.spec_from_file_location("fasop", ROOT / "benchmarks" / "fasop.py")
-fasop = importlib.util.module_from_spec(_spec)
-sys.modules["fasop"] = fasop
-_spec.loader.exec_module(fasop)
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(ROOT / "benchmarks"))
+    fasop = importlib.import_module("fasop")
 
 
 def plan_of(preset, changes, row, batch):

@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def public(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from accuracy_parts import public
-    from accuracy_parts.public import fsdp, page, playbook, pricing, report, runs, runtimes, terms
+    from accuracy_parts.public import pricing, report, runs, sets, show
 
-    assert fsdp and page and playbook and pricing and report and runs and runtimes and terms
+    assert pricing and report and runs and sets and show
     return public
 
 
@@ -37,19 +37,19 @@ def test_without_the_published_runs_it_says_so_in_one_line(given):
 def test_the_page_of_published_runs_is_written_from_their_figures(public):
     results = ROOT / "benchmarks/results"
     sets = json.loads((results / "accuracy-public.json").read_bytes())["sets"]
-    page = public.page.page_text(sets)
+    page = public.show.page_text(sets)
     assert (results / "accuracy-public.md").read_text(encoding="utf-8") == page
     sets[0]["time"]["median"] *= 2
-    assert public.page.page_text(sets) != page
+    assert public.show.page_text(sets) != page
 
 
 def test_layers_are_cut_as_nanotron_cuts_them(public):
     # A layer has 4 + 3 x 4 products of its width squared, the head 64: four layers.
     number = {"hidden": 2048, "ffn": 8192, "vocab": 131072, "layers": 16}
-    assert public.playbook._cuts(number, 1) == (0, 16)
+    assert public.sets._cuts(number, 1) == (0, 16)
     # 20 layers' worth in two: the eleventh is the first to exceed ten.
-    assert public.playbook._cuts(number, 2) == (0, 11, 16)
-    assert public.playbook._cuts(number, 4) == (0, 6, 11, 16, 16)
+    assert public.sets._cuts(number, 2) == (0, 11, 16)
+    assert public.sets._cuts(number, 4) == (0, 6, 11, 16, 16)
 
 
 def run_of(public, number, ran, measured_bytes=None):
@@ -107,33 +107,33 @@ def folder_of(tmp_path):
 
 
 def test_torchtitan_s_models_are_priced_by_their_own_shapes(public, folder_of):
-    small, large = public.fsdp.torchtitan(folder_of(_TITAN, _TITAN | {"model": "llama3.1-70b", "gpus": 64, "fsdp": 64}))
+    small, large = public.sets.torchtitan(folder_of(_TITAN, _TITAN | {"model": "llama3.1-70b", "gpus": 64, "fsdp": 64}))
     priced = list(public.pricing.priced([small, large], public.pricing.Factors()))
     by_name = {one.run.name: one for one in priced}
     times_s = [by_name[run.name].time_s for run in (small, large)]
     assert 7 < times_s[1] / times_s[0] < 12, "80 layers of twice the width, one sample a device"
     with pytest.raises(BadInput, match=r"model 'llama9' is not known: use llama3.1-8b, llama3.1-70b, llama3.1-405b"):
-        public.fsdp.torchtitan(folder_of(_TITAN | {"model": "llama9"}))
+        public.sets.torchtitan(folder_of(_TITAN | {"model": "llama9"}))
 
 
 def test_runs_that_no_uniform_plan_says_are_left_out(public, folder_of):
     rows = ({"pp": 8}, {"cp": 2}, {"async_tp": 1}, {"precision": "float8"}, {"gpu": "H200"})
-    assert public.fsdp.torchtitan(folder_of(*(_TITAN | row for row in rows))) == []
-    assert public.fsdp.llm_foundry(folder_of(_FOUNDRY | {"precision": "amp_fp8"})) == []
+    assert public.sets.torchtitan(folder_of(*(_TITAN | row for row in rows))) == []
+    assert public.sets.llm_foundry(folder_of(_FOUNDRY | {"precision": "amp_fp8"})) == []
 
 
 def test_llm_foundry_s_h100_are_priced_and_a_gpu_that_is_not_known_is_one_line(public, folder_of):
-    a100, h100 = public.fsdp.llm_foundry(folder_of(_FOUNDRY | {"gpu": "a100_80gb"}, _FOUNDRY))
+    a100, h100 = public.sets.llm_foundry(folder_of(_FOUNDRY | {"gpu": "a100_80gb"}, _FOUNDRY))
     slower, faster = public.pricing.priced([a100, h100], public.pricing.Factors())
     assert slower.run == a100 and 1.3 < slower.time_s / faster.time_s < 3.2
     with pytest.raises(BadInput, match="gpu 'b200' is not known: use a100_40gb, a100_80gb, h100_80gb"):
-        public.fsdp.llm_foundry(folder_of(_FOUNDRY | {"gpu": "b200"}))
+        public.sets.llm_foundry(folder_of(_FOUNDRY | {"gpu": "b200"}))
 
 
 def test_the_terms_are_taken_in_one_after_another(public, folder_of, capsys):
-    run = public.fsdp.torchtitan(folder_of(_TITAN | {"gpus": 64, "fsdp": 64, "seq_len": 512}))[0]
-    rows = public.terms.told_by_term([run])
-    assert [row["with"] for row in rows] == ["before", *(f"+ {term.name}" for term in public.terms.TERMS)]
+    run = public.sets.torchtitan(folder_of(_TITAN | {"gpus": 64, "fsdp": 64, "seq_len": 512}))[0]
+    rows = public.report.told_by_term([run])
+    assert [row["with"] for row in rows] == ["before", *(f"+ {term.name}" for term in public.report.TERMS)]
     biases = [row["bias"] for row in rows]
     # A short sample's blocks wait for the host; It has no rates of its own.
     assert biases[0] < biases[1] == biases[2]
@@ -204,7 +204,7 @@ def test_the_playbook_s_network_is_told_apart_into_a_step_and_rates(public, fold
             time_s = 10e-6 + ways * ((size - nodes) * 3e-6 + (nodes - 1) * step_s) + moved / rate
             rows += f"{name},{nodes},{size},256,{moved / time_s / 1e9}\n"
     (folder / "collectives.csv").write_text(f"collective,nodes,gpus,message_mb,bandwidth_gb_s\n{rows}")
-    (sharded,) = public.playbook.playbook(folder)
+    (sharded,) = public.sets.playbook(folder)
     assert sharded.machine.step_us == pytest.approx(250)
     ((_, all_reduce),), others = sharded.machine.node_gbit_s, dict(sharded.machine.gbit_s_by_collective)
     assert all_reduce == pytest.approx(3200) and others["all_gather"][0][1] == pytest.approx(1600)
@@ -237,15 +237,15 @@ def priced_run(public, **changes):
 
 
 def test_nanotron_s_pipelines_between_nodes_have_a_floor_by_tensor_parallelism(public, monkeypatch):
-    floor_s = public.runtimes.RUNTIMES["nanotron"].pipelined_block_ms[8] / 1e3
+    floor_s = public.pricing.RUNTIMES["nanotron"].pipelined_block_ms[8] / 1e3
     between, larger = priced_run(public), priced_run(public, micro_batch_size=2, num_microbatches=16)
     # Of four blocks on each stage, 16 micro-batches and one of the other stage's.
     assert between.time_s == pytest.approx(17 * 4 * floor_s, rel=0.05)
     assert larger.time_s == pytest.approx(between.time_s, rel=0.05), "whatever the micro-batch"
     inside, flat = priced_run(public, devices=8, tp_size=4), priced_run(public, pp_size=1)
     alone = priced_run(public, tp_size=1)
-    without = replace(public.runtimes.RUNTIMES["nanotron"], pipelined_block_ms={})
-    monkeypatch.setitem(public.runtimes.RUNTIMES, "nanotron", without)
+    without = replace(public.pricing.RUNTIMES["nanotron"], pipelined_block_ms={})
+    monkeypatch.setitem(public.pricing.RUNTIMES, "nanotron", without)
     assert priced_run(public).time_s < between.time_s / 2
     again = [priced_run(public, devices=8, tp_size=4), priced_run(public, pp_size=1), priced_run(public, tp_size=1)]
     assert [one.time_s for one in again] == [inside.time_s, flat.time_s, alone.time_s], "no floor there"
@@ -262,9 +262,9 @@ def test_nanotron_holds_gathered_inputs_where_they_fit(public, monkeypatch):
     held = {name: priced_run(public, **case).memory_bytes for name, case in cases.items()}
     tight = public.runs.Machine("H100-SXM", ((4, 3200.0),), memory_bytes=2**30)
     small = priced_run(public, machine=tight)
-    known = public.runtimes.RUNTIMES["nanotron"]
+    known = public.pricing.RUNTIMES["nanotron"]
     without = replace(known, held=replace(known.held, gathered_inputs=False))
-    monkeypatch.setitem(public.runtimes.RUNTIMES, "nanotron", without)
+    monkeypatch.setitem(public.pricing.RUNTIMES, "nanotron", without)
     more = {name: held[name] - priced_run(public, **case).memory_bytes for name, case in cases.items()}
     assert more["flat"] == 2 * 8 * size * 7 // 8, "beyond the rank's own eighth"
     assert more["first of four"] == 2 * 2 * 2 * size * 7 // 8, "two blocks of two of four micro-batches"

@@ -1,17 +1,15 @@
 """The page of published recipes."""
 
-import importlib.util
-import sys
+import importlib
 from pathlib import Path
 
 import pytest
 from rest_long import rest_long
 
 ROOT = Path(__file__).parents[2]
-_spec = importlib.util.spec_from_file_location("recipes", ROOT / "benchmarks" / "recipes.py")
-recipes = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = recipes
-_spec.loader.exec_module(recipes)
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(ROOT / "benchmarks"))
+    recipes = importlib.import_module("recipes")
 KEPT = recipes.rows_of(recipes.RESULTS.read_text(encoding="utf-8"))
 
 

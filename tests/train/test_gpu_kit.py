@@ -209,7 +209,7 @@ def test_experts_and_rings_are_held_to_float64(gpu_kit, setting, monkeypatch):
 
 
 def test_waits_of_the_host_are_counted(gpu_kit, setting, world, monkeypatch):
-    counted, groups = gpu_kit("waits").counted, Groups("cpu")
+    counted, groups = gpu_kit("fast").counted, Groups("cpu")
     plan = gpu_kit("fast").dense_plan(setting)
     plans = [replace(plan, num_microbatches=n, global_batch_size=4) for n in (1, 4)]
 
@@ -254,8 +254,8 @@ def test_what_was_resident_at_the_peak_is_told_by_its_place(gpu_kit):
     events = [event("alloc", 1, 5, 7), event("alloc", 2, 10, 8), event("free_completed", 1, 5, 7)]
     events += [event("alloc", 3, 3, 0), event("free_completed", 2, 10, 8), event("free_completed", 9, 1, 1)]
     events += [event("alloc", 1, 4, 7), event("alloc", 4, 6, 9)]
-    assert gpu_kit("snapshot").at_the_peak(events[:-1]) == {"stage.py:8 run": 10, "stage.py:7 run": 5}
-    assert gpu_kit("snapshot").at_the_peak([*events, event("alloc", 5, 9, 9)]) == {
+    assert gpu_kit("checkpoint").at_the_peak(events[:-1]) == {"stage.py:8 run": 10, "stage.py:7 run": 5}
+    assert gpu_kit("checkpoint").at_the_peak([*events, event("alloc", 5, 9, 9)]) == {
         "stage.py:9 run": 15,
         "stage.py:7 run": 4,
         "elsewhere": 3,

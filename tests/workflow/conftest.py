@@ -15,8 +15,8 @@ import snakemake.cli
 import yaml
 
 from configuration import load_workflow
+from configuration_normal import folder_of_data, folder_of_run
 from configuration_types import Configuration
-from result_folders import folder_of_data, folder_of_run
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent

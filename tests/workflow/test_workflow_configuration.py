@@ -12,7 +12,7 @@ import yaml
 from snakemake_executor_plugin_slurm.validation import validate_slurm_extra
 
 from configuration import load_workflow
-from configuration_files import read_yaml
+from configuration_checks import read_yaml
 from shardwright.io import BadInput, Document
 from shardwright.types import Cluster
 from slurm_jobs import job_resources

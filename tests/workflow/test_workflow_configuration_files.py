@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from configuration import load_workflow
-from configuration_files import read_yaml
-from expert_loads import load_options, load_sha256
+from configuration_checks import read_yaml
+from configuration_normal import load_options, load_sha256
 from shardwright.io import BadInput, sha256_of_file
 
 ROOT = Path(__file__).parents[2]

@@ -15,8 +15,8 @@ from msgspec.structs import fields
 from sample_results import write_sample_results
 
 from configuration import load_workflow
+from configuration_normal import folder_of_run
 from grids import GridFile, read_grids
-from result_folders import folder_of_run
 from shardwright.io import BadInput, read_document, write_document
 from shardwright.types import Cluster, Plans, Prediction
 from shardwright_search.cli import APP

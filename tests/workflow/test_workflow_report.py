@@ -14,7 +14,7 @@ import pytest
 from sample_results import a_plan, write_sample_results
 
 import report
-from pictures import draw_loss, draw_step_times
+from report import draw_loss, draw_step_times
 from results import evaluation_text, read_picture, read_profile, read_run, read_search
 from shardwright.display.plan_words import layers_summary
 from shardwright.display.svg import bar, document, picture

@@ -10,11 +10,9 @@ import yaml
 from msgspec import NODEFAULT
 
 from configuration import load_workflow
-from configuration_normal import UNORDERED
+from configuration_normal import BESIDE, UNORDERED, folder_of_data, folder_of_run
 from configuration_types import DECIDED, Data, ModelChoice, Profile, Run, Search
-from grid_types import Even, GridModel, GridSettings
-from grids import GridFile
-from result_folders import BESIDE, folder_of_data, folder_of_run
+from grids import Even, GridFile, GridModel, GridSettings
 from shardwright_search.space.request import OuterSpace, SearchRequest
 from shardwright_train.checkpoints.folders import Identity, Settings
 

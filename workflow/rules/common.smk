@@ -22,8 +22,7 @@ conda: "../envs/plan.yaml"
 
 
 sys.path.insert(0, str(ROOT / "workflow"))
-from reading import RUN_MIN, UNREAD, any_of  # noqa: E402
-from strict_yaml import check_configurations  # noqa: E402
+from strict_yaml import RUN_MIN, UNREAD, any_of, check_configurations  # noqa: E402
 
 if not (workflow.overwrite_configfiles or IS_GIVEN):
     check_configurations([Path(CONFIG_FILE)])
@@ -39,10 +38,17 @@ else:
     sys.path += [str(folder) for folder in (ROOT / "core/src", *sorted(ROOT.glob("stages/*/src")))]
     try:
         from configuration import load_workflow, spelled_options, upgrade_versions
-        from expert_loads import load_options, load_sha256, runs_of
+        from configuration_normal import (
+            data_by_folder,
+            files_of_run,
+            identity_of_run,
+            load_options,
+            load_sha256,
+            runs_by_folder,
+            runs_of,
+        )
         from grids import read_grids
         from reference import Reference
-        from result_folders import data_by_folder, files_of_run, identity_of_run, runs_by_folder
         from shardwright.io import one_line_errors
         from slurm_jobs import is_array, job_minutes, job_resources, signal_lead_s
     except ModuleNotFoundError as error:

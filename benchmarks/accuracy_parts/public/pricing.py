@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from accuracy_parts.public.runs import Machine, Run
-from accuracy_parts.public.runtimes import runtime_of
 from msgspec import UNSET
 from msgspec.structs import replace
 
@@ -14,7 +13,8 @@ from shardwright.devices.table import DeviceTable, read_devices
 from shardwright.estimate.hardware import NETWORK_STEP_S, NodeRates
 from shardwright.estimate.machines import Efficiencies, Rates, rates_of
 from shardwright.estimate.profile import hardware_profile, model_profile
-from shardwright.estimate.runtimes import SHARDWRIGHT, Runtime
+from shardwright.estimate.runtimes import RUNTIMES as KNOWN
+from shardwright.estimate.runtimes import SHARDWRIGHT, Runtime, RuntimeName
 from shardwright.estimate.settings import ProfileSettings
 from shardwright.io import BadInput
 from shardwright.models.description import model_of_config
@@ -26,10 +26,9 @@ from shardwright.types.strategy import ContextParallel, DataParallel, ExpertStra
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.cost_model.profiles import Profiles, Scaling, index_profiles, scaled
 from shardwright_search.cost_model.reclaimable import kept_bytes
-from shardwright_search.options import UniformRequest
+from shardwright_search.options import System, UniformRequest
+from shardwright_search.systems.registry import SYSTEMS
 from shardwright_search.uniform_plan import uniform_plan
-
-__all__ = ["Factors", "Priced", "Unpriced", "priced"]
 
 _NOWHERE = Path("published")
 _COMMUNICATORS = 3
@@ -228,3 +227,20 @@ def _between(machine: Machine) -> NodeRates | None:
 
 def _bytes_per_s(gbyte_s: float | None) -> float | None:
     return None if gbyte_s is None else gbyte_s * 1e9
+
+
+# The runtimes of published runs: those of the systems that plans are made for, and two that no plan is made for.
+
+
+RUNTIMES = {
+    "megatron_core": SYSTEMS[System.MEGATRON].runtime,
+    "torchtitan": SYSTEMS[System.TORCHTITAN].runtime,
+    "nanotron": KNOWN[RuntimeName.NANOTRON],
+    "megatron_deepspeed": KNOWN[RuntimeName.MEGATRON_DEEPSPEED],
+    "llm_foundry": KNOWN[RuntimeName.LLM_FOUNDRY],
+}
+
+
+def runtime_of(run: Run) -> Runtime:
+    """The runtime of a run, without what the run leaves uncounted."""
+    return replace(RUNTIMES[run.runtime], **{name: getattr(SHARDWRIGHT, name) for name in run.uncounted})

@@ -11,8 +11,6 @@ from shardwright.types import DataParallel, GradientReduction, Recompute, Sequen
 from shardwright.types.hardware_profile import Collective
 from shardwright.types.plan import ComputeType, DType
 
-__all__ = ["GIB", "Machine", "Run", "known", "rows_of"]
-
 GIB = 2**30
 
 

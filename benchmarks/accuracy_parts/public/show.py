@@ -7,20 +7,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from accuracy_parts.public import bloom, fsdp, nvidia, playbook
-from accuracy_parts.public.page import NEAR
+from accuracy_parts.public import nvidia, sets
 from accuracy_parts.public.pricing import Priced, Unpriced
-from accuracy_parts.public.report import compared, far_off, tables
+from accuracy_parts.public.report import compared, far_off, tables, told_by_term
 from accuracy_parts.public.runs import Run
-from accuracy_parts.public.terms import told_by_term
-
-__all__ = ["told", "told_terms"]
 
 _SETS: dict[str, Callable[[Path], list[Run]]] = {
-    "playbook": playbook.playbook,
-    "bloom": bloom.bloom,
-    "torchtitan": fsdp.torchtitan,
-    "llm_foundry": fsdp.llm_foundry,
+    "playbook": sets.playbook,
+    "bloom": sets.bloom,
+    "torchtitan": sets.torchtitan,
+    "llm_foundry": sets.llm_foundry,
     "nvidia": nvidia.nvidia,
     "megatron_bridge": nvidia.bridge,
     "mlperf": nvidia.mlperf,
@@ -146,3 +142,45 @@ def _row(one: Priced) -> None:
 
 def _reasons(unpriced: Sequence[Unpriced]) -> dict[str, int]:
     return dict(Counter(one.reason.split(": ", 1)[-1] for one in unpriced).most_common(4))
+
+
+# The table of published runs as a page, with what is known of the misses.
+
+
+NEAR = 1.05
+"""Measured time of the chosen plan over the best one's up to which a choice counts as right."""
+_NOTES = Path(__file__).with_name("notes.md")
+_HEAD = """# Published runs, set by set
+
+Written by `python benchmarks/accuracy.py public --reference FOLDER` from [its JSON](accuracy-public.json).
+[accuracy.md](../../docs/accuracy.md) sums it up.
+
+| set | runs | time: median, worst, bias | memory: median, worst, bias | ranks | chosen |
+| --- | ---: | --- | --- | ---: | ---: |
+"""
+
+
+def page_text(sets: Sequence[Mapping[str, Any]]) -> str:
+    """The page of uncalibrated sets with several runs, and the notes on how runs are read and on misses."""
+    shown = (one for one in sets if one.get("how") == "uncalibrated" and one["time"] and one["time"]["runs"] > 1)
+    return "".join((_HEAD, *map(_page_row, shown), "\n", _NOTES.read_text(encoding="utf-8")))
+
+
+def _page_row(one: Mapping[str, Any]) -> str:
+    cells = one["set"], one["time"]["runs"], _errors(one["time"]), _errors(one["memory"]), *_groups(one["groups"])
+    return f"| {' | '.join(map(str, cells))} |\n"
+
+
+def _errors(found: Mapping[str, float]) -> str:
+    if not found:
+        return ""
+    bias = f"{found['bias']:+.1%}".replace("-", "−")
+    return f"{found['median']:.1%}, {found['worst']:.1%}, {bias}".replace("%", " %")
+
+
+def _groups(groups: Sequence[Mapping[str, float]]) -> tuple[str, str]:
+    if not groups:
+        return "", ""
+    right, of_others = (sum(g[name] <= NEAR for g in groups) for name in ("chosen_over_best", "chosen_of_others"))
+    without = f" ({of_others})" if of_others != right else ""
+    return f"{fmean(g['rank_correlation'] for g in groups):.2f}", f"{right}{without} of {len(groups)}"

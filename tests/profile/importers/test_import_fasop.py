@@ -9,11 +9,12 @@ from shardwright.models.registry import read_presets
 from shardwright.types.hardware_profile import Collective, CollectiveKey, read_hardware_profile
 from shardwright.types.model_profile import read_model_profile
 from shardwright_profile.importers.fasop import (
+    FasopConstants,
+    FasopGrowth,
     FasopRequest,
     fasop_hardware,
     import_fasop,
-    read_fasop_constants,
-    read_fasop_growth,
+    read_fasop,
     read_fasop_times,
 )
 from shardwright_profile.options import FasopHardwareOptions, FasopOptions
@@ -43,8 +44,8 @@ def profile_of():
             model_name=fasop_model, gpu=gpu, device=gpu, backward_ratio=2.0, micro_batch_sizes=sizes, growth=growth,
             **named,
         )  # fmt: skip
-        factors = growth and read_fasop_growth(growth)
-        constants = read_fasop_constants(CONSTANTS)
+        factors = growth and read_fasop(growth, FasopGrowth)
+        constants = read_fasop(CONSTANTS, FasopConstants)
         return import_fasop(FasopRequest(options, read_fasop_times(times), constants, model, factors))
 
     return made
@@ -112,7 +113,7 @@ def test_times_grow_by_fasops_own_factors_and_else_in_proportion(profile_of):
 def test_factors_that_cannot_be_are_one_line(tmp_path, content, says):
     (tmp_path / "growth.json").write_text(content)
     with pytest.raises(BadInput, match=says) as error:
-        read_fasop_growth(tmp_path / "growth.json")
+        read_fasop(tmp_path / "growth.json", FasopGrowth)
     assert str(error.value).startswith(str(tmp_path / "growth.json"))
 
 
@@ -203,7 +204,7 @@ def test_another_model_is_refused(profile_of, replaced, problem):
 
 def test_a_bandwidth_is_in_bits_and_divided_as_fasop_divides_it():
     of = {"constants": CONSTANTS, "setting": "default", "gpu": "A100", "device": "A100", "out": Path("hardware.h5")}
-    profile = fasop_hardware(read_fasop_constants(CONSTANTS), FasopHardwareOptions(**of, nodes=2, cluster="toys"))
+    profile = fasop_hardware(read_fasop(CONSTANTS, FasopConstants), FasopHardwareOptions(**of, nodes=2, cluster="toys"))
     mib = 1024**2
 
     def at(collective, ranks, on_a_node, consecutive=True):
@@ -231,7 +232,7 @@ def test_a_bandwidth_is_in_bits_and_divided_as_fasop_divides_it():
 def test_impossible_constants_are_one_clear_line(tmp_path, text, problem):
     (tmp_path / "constants.json").write_text(text)
     with pytest.raises(BadInput, match=problem):
-        read_fasop_constants(tmp_path / "constants.json")
+        read_fasop(tmp_path / "constants.json", FasopConstants)
 
 
 def test_the_commands_write_what_can_be_read(command, tmp_path):

@@ -98,7 +98,7 @@ def _say(sentence: str) -> None:
 
 def _say_context(profile: ModelProfile) -> None:
     """Print the ratio of measured to derived times of context parallelism."""
-    from shardwright_profile.model.context import context_notes
+    from shardwright_profile.model.fit import context_notes
 
     for sentence in context_notes(profile.context.rows):
         _say(sentence)

@@ -1,19 +1,20 @@
 """Profiles shown to people: printed tables and pictures."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from io import StringIO
-from itertools import chain, groupby, takewhile
+from itertools import accumulate, chain, groupby, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table as RichTable
 
 from shardwright.command import show
 from shardwright.display.chart import ChartAxis, Panel, bytes_axis, linear_axis, logarithmic_axis
-from shardwright.display.columns import PrintedColumn, line_width
+from shardwright.display.columns import PrintedColumn, line_width, split_columns, widths_of
 from shardwright.display.svg import SOFT, document, legend, line, marker, picture, series_numbers, text
 from shardwright.display.units import bytes_text, rate_text, seconds_text
 from shardwright.estimate.curves import design_of
@@ -24,7 +25,48 @@ from shardwright.key import LayerKey
 from shardwright.types import Recompute
 from shardwright.types.hardware_profile import CollectiveKey, HardwareProfile, read_hardware_profile
 from shardwright.types.model_profile import FitMode, ModelProfile, read_model_profile
-from shardwright_profile.printing import SplitTable, table_of
+
+# Tables for terminals: split by columns if they are too wide, with lines between groups of rows.
+
+
+class SplitTable(NamedTuple):
+    """A table that is printed as several tables if its columns do not fit next to one another."""
+
+    title: str
+    columns: Sequence[PrintedColumn]
+    repeated: int
+    """Number of columns that each of the tables begins with."""
+    ends: frozenset[int] = frozenset()
+    """Numbers of rows, from 1, that a line follows."""
+
+    def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the tables, as rich requests them."""
+        for number, columns in enumerate(split_columns(self.columns, self.repeated, options.max_width)):
+            yield self._part(f"{self.title}{' (continued)' if number else ''}", columns, options.max_width)
+
+    def _part(self, title: str, columns: Sequence[PrintedColumn], room: int) -> RichTable:
+        made = RichTable(title=title, title_justify="left")
+        for column, width in zip(columns, widths_of(columns, room), strict=True):
+            made.add_column(column.heading, justify="left" if column.is_text else "right", width=width)
+        for number, cells in enumerate(zip(*(column.cells for column in columns), strict=True), start=1):
+            made.add_row(*cells, end_section=number in self.ends)
+        return made
+
+
+def table_of(
+    title: str, labels: Sequence[str], numbers: Sequence[str], groups: Iterable[Sequence[Sequence[str]]]
+) -> SplitTable:
+    """A table of groups of rows: texts under `labels`, the same columns in each part, then numbers."""
+    each = list(groups)
+    rows = [row for group in each for row in group]
+    columns = [
+        PrintedColumn(heading, [row[place] for row in rows], place < len(labels))
+        for place, heading in enumerate((*labels, *numbers))
+    ]
+    return SplitTable(title, columns, len(labels), frozenset(accumulate(map(len, each[:-1]))))
+
+
+# Profiles as tables.
 
 
 def show_profile(path: Path) -> None:
@@ -111,7 +153,7 @@ def _message(key: CollectiveKey, message_bytes: int, times_s: NDArray[Any]) -> t
 
 def _rates(profile: HardwareProfile) -> SplitTable:
     rows = [(rate.name, rate.source, f"{rate.value:.4g}") for rate in profile.rates.rows]
-    return table_of("device rates, every rank working", ("rate", "source"), ("value",), iter([rows]))
+    return table_of("device rates, every rank working", ("rate", "source"), ("value",), [rows])
 
 
 def _model_tables(profile: ModelProfile) -> tuple[str, Iterator[SplitTable]]:
@@ -170,6 +212,8 @@ def _value(name: str, value: object) -> str:
     return bytes_text(value) if isinstance(value, int) and name.endswith("_bytes") else str(value)
 
 
+# Profiles as pictures.
+
 _COLUMN, _LEFT, _RIGHT, _TOP = 340.0, 64.0, 16.0, 64.0
 """Width of a column of panels and its margins, and where the first panel starts, in px."""
 _HEIGHT, _RESIDUALS, _ROW = 170.0, 56.0, 326.0
@@ -222,11 +266,13 @@ def hardware_picture(profile: HardwareProfile) -> str:
     """A picture of median time against message size by collective; bars show the middle half of the repeats."""
     keys = sorted(profile.curves)
     names = list(dict.fromkeys(key.collective for key in keys))
-    numbers = series_numbers({_ranks(key): _wanted_of(key) for key in keys})
+    numbers = series_numbers({str(key.group): _wanted_of(key) for key in keys})
     drawn = []
     for place, name in enumerate(names):
         curves = [
-            (numbers[_ranks(key)], _ranks(key), _quartiles(profile, key)) for key in keys if key.collective == name
+            (numbers[str(key.group)], str(key.group), _quartiles(profile, key))
+            for key in keys
+            if key.collective == name
         ]
         left, top = place % _IN_A_ROW * _COLUMN, _TOP + place // _IN_A_ROW * (_HEIGHT + 76)
         drawn.append(_collective_panel(curves, name, left, top))
@@ -303,10 +349,6 @@ def _quartiles(profile: HardwareProfile, key: CollectiveKey) -> NDArray[Any]:
     timed = zip(profile.points.rows, profile.times_s, strict=True)
     points = [(row.message_bytes, *np.quantile(times_s, [0.25, 0.5, 0.75])) for row, times_s in timed if row.key == key]
     return np.array(sorted(points), float)
-
-
-def _ranks(key: CollectiveKey) -> str:
-    return str(key.group)
 
 
 def _wanted_of(key: CollectiveKey) -> int:

@@ -17,8 +17,7 @@ from shardwright.launch.journal import Journal
 from shardwright.plan.process_groups import EDGE_CHANNELS
 from shardwright.plan.sweep_plan import CollectiveKind, Groups
 from shardwright.types.hardware_profile import Collective
-from shardwright_profile.hardware.profile import Entry, EntryKey, SweepIdentity
-from shardwright_profile.hardware.statistics import MIN_REPEATS, more_repeats, settled
+from shardwright_profile.hardware.profile import MIN_REPEATS, Entry, EntryKey, SweepIdentity, more_repeats, settled
 
 T = TypeVar("T")
 WARM_UP_REPEATS = 3

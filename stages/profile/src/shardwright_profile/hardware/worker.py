@@ -1,13 +1,19 @@
-"""A rank of a hardware sweep: `python -m shardwright_profile.hardware.worker JOB.json`, started by the launcher."""
+"""A rank of a hardware sweep: `python -m shardwright_profile.hardware.worker JOB.json`, started by the launcher.
+
+The rank joins its process group and measures rates, collectives, links and overlap within a time budget.
+"""
 
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -17,19 +23,24 @@ from shardwright.launch.backend import device_name, on_accelerator, take_device
 from shardwright.launch.heartbeat import START_UP_S, Heartbeat, end_quietly, start_rank
 from shardwright.launch.journal import Journal, Kept, journal_path
 from shardwright.launch.store import rank_store
-from shardwright.types.hardware_profile import write_hardware_profile
+from shardwright.plan.sweep_plan import CollectiveKind, SweepPlan
+from shardwright.types.hardware_profile import Collective, write_hardware_profile
+from shardwright_profile.hardware.measurements import collective_call, pair_tasks, point_tasks, rate_tasks
+from shardwright_profile.hardware.overlap import CASE_MESSAGES, overlap_tasks, pipeline_tasks
 from shardwright_profile.hardware.profile import (
     JOURNAL,
     Entry,
+    OverlapEntry,
+    PairEntry,
     Progress,
     Remark,
     StartEntry,
     SweepIdentity,
     SweepJob,
+    overlap_key,
     profile_of,
 )
-from shardwright_profile.hardware.session import ProcessGroups, Session, Stopwatch
-from shardwright_profile.hardware.sweep import sweep
+from shardwright_profile.hardware.session import WARM_UP_REPEATS, Budget, ProcessGroups, Session, Stopwatch, Task, timed
 
 
 def main(job_file: str) -> None:
@@ -103,6 +114,143 @@ def _device(identity: SweepIdentity) -> torch.device:
 
 def _say(said: Progress | Remark) -> None:
     print(canonical_json(said).decode(), flush=True)
+
+
+# The sweep: rates, collectives, links and overlap within a time budget.
+
+
+_POINTS_SHARE = 0.7
+"""Share of the time left after the rates; the larger messages take most of it."""
+_PAIRS_SHARE = 1 / 3
+"""Share of the time left after the points; overlap has the rest."""
+
+Say = Callable[[Progress | Remark], None]
+
+
+class Line(NamedTuple):
+    """A collective's time as a constant and a time per byte."""
+
+    constant_s: float
+    s_per_byte: float
+
+    def sum_s(self, sizes: Sequence[int]) -> float:
+        """The seconds of one collective of each size in bytes."""
+        return sum(self.constant_s + self.s_per_byte * size for size in sizes)
+
+
+def line_through(small: tuple[int, float], large: tuple[int, float]) -> Line:
+    """The line through two sizes in bytes and their times in seconds, flat if the larger was no slower."""
+    (small_bytes, small_s), (large_bytes, large_s) = small, large
+    slope = max(0.0, large_s - small_s) / (large_bytes - small_bytes) if large_bytes > small_bytes else 0.0
+    return Line(small_s - slope * small_bytes, slope)
+
+
+class Workload(NamedTuple):
+    """The sizes in bytes of messages that are timed whatever the budget, and are not in the journal yet."""
+
+    points: Sequence[int]
+    pairs: Sequence[int]
+    """Message size of each round in bytes: the pairs of a round are timed at once."""
+    overlap: Sequence[int]
+    case_messages: float
+    """Time of one overlap of all ratios, in times of its collective."""
+    min_repeats: int
+    warm_up_repeats: int
+
+    def min_s(self, line: Line) -> float:
+        """The seconds of the fewest repeats of everything, if every collective took the line's time."""
+        once_s = line.sum_s(self.points) + line.sum_s(self.pairs) + self.case_messages * line.sum_s(self.overlap)
+        return (self.warm_up_repeats + self.min_repeats) * once_s
+
+    def estimate(self, kept: int, needed_s: float, given_s: float) -> str:
+        """Return the message before the measurement; `kept`: the number of measurements in the journal already."""
+        counts = f"{len(self.points)} points, {len(self.pairs)} rounds of pairs, {len(self.overlap)} overlaps"
+        resumed = f"; {kept} measurements of a killed sweep are kept" if kept else ""
+        longer = ": the small sizes are timed all the same" if needed_s > given_s else ""
+        return (
+            f"hardware: {counts}, at least {self.min_repeats} repeats each: about {needed_s:.2g} s needed, "
+            f"{given_s:.4g} s given{longer}{resumed}"
+        )
+
+
+def sweep(session: Session, time_budget_s: float, say: Say) -> list[Entry]:
+    """Measure everything; all ranks call this and get the same entries, in the same order.
+
+    Each entry is in the journal before the next is measured; what is there already is not measured again.
+    """
+    plan = SweepPlan.for_cluster(session.identity.cluster, session.identity.sizes, session.stopwatch.device.type)
+    measured: list[Entry] = []
+    step, budget = 0, session.stopwatch.budget(time_budget_s)
+    for series, share in _parts(session, plan, budget, say):
+        for number, task, entries in timed(session, series, share * budget.left_s()):
+            if session.journal.add(entries):
+                text = f"{task.subject}: {max(entries, key=_slowness)}"
+                say(Progress(step=step + number, steps=plan.steps, text=text))
+            measured.extend(entries)
+        step += len(series)
+    return measured
+
+
+def _parts(
+    session: Session, plan: SweepPlan, budget: Budget, say: Say
+) -> Iterator[tuple[Sequence[Iterable[Task]], float]]:
+    """Yield the tasks for rates, collectives, links and overlap, each with its share of the time that is left then."""
+    in_pipeline = pipeline_tasks(session)
+    if not in_pipeline:
+        say(Remark(text="layers in a pipeline are left out: one device has no second stage"))
+    yield [[*rate_tasks(session), *in_pipeline]], 1.0
+    work = _workload(session, plan)
+    line = _calibrated(session, plan) if plan.kinds else Line(0.0, 0.0)
+    needed_s = budget.time_s - budget.left_s() + work.min_s(line)
+    say(Remark(text=work.estimate(session.journal.kept_count, needed_s, budget.time_s)))
+    yield point_tasks(session, plan.kinds), _POINTS_SHARE
+    yield pair_tasks(session, plan.rounds), _PAIRS_SHARE
+    yield overlap_tasks(session, plan.overlapped), 1.0
+
+
+def _workload(session: Session, plan: SweepPlan) -> Workload:
+    """Return the messages that are timed however short the budget is, except those in the journal."""
+    sizes, find = session.identity.sizes, session.journal.find
+
+    def always(kind: CollectiveKind) -> tuple[int, ...]:
+        return sizes.always(kind.key.group_size)
+
+    return Workload(
+        points=[size for kind in plan.kinds for size in always(kind) if not find("point", kind.key, size)],
+        pairs=[r.message_bytes for r in plan.rounds if not find("pair", *r.pairs[0], r.message_bytes)],
+        overlap=[
+            size
+            for kind in plan.overlapped
+            for size in sizes.overlapped(kind.key.group_size)
+            if size in always(kind) and not find(*overlap_key(kind.key, size, 1.0))
+        ],
+        case_messages=CASE_MESSAGES,
+        min_repeats=session.min_repeats,
+        warm_up_repeats=WARM_UP_REPEATS,
+    )
+
+
+def _calibrated(session: Session, plan: SweepPlan) -> Line:
+    """The time of a collective by size: an all_reduce of the largest group at the smallest size and 1 MiB."""
+    kind = next(kind for kind in plan.overlapped if kind.key.collective is Collective.ALL_REDUCE)
+    sizes = session.identity.sizes.always(kind.key.group_size)
+    points = []
+    for size in (sizes[0], sizes[-1]):
+        call = collective_call(kind, size, session.process_groups.group_for(kind), session.stopwatch.device)
+        session.stopwatch.slowest_s(call, WARM_UP_REPEATS)
+        points.append((size, float(np.median(session.stopwatch.slowest_s(call, WARM_UP_REPEATS)))))
+    return line_through(*points)
+
+
+def _slowness(entry: Entry) -> float:
+    """Return the slowness by which one of several entries, measured together, is chosen to be shown."""
+    match entry:
+        case PairEntry():
+            return entry.time_s
+        case OverlapEntry():
+            return entry.compute_slowdown
+        case _:
+            return 0.0
 
 
 if __name__ == "__main__":

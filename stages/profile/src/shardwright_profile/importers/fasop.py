@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -19,7 +19,7 @@ from shardwright.types import EMBEDDING, HEAD, Attention, LayerStrategy, Model, 
 from shardwright.types.hardware_profile import Collective, CollectiveKey, HardwareProfile
 from shardwright.types.model_profile import LayerFigures, LayerRow, ModelProfile
 from shardwright_profile.importers import documents
-from shardwright_profile.importers.launches import launch_notes
+from shardwright_profile.importers.documents import launch_notes
 from shardwright_profile.options import FasopHardwareOptions, FasopOptions
 
 _COLUMNS = ["model", "gpu", "tp_size", "kind", "layers", "forward_s"]
@@ -71,6 +71,9 @@ class FasopGrowth(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     citation: str
     factors: dict[str, dict[str, dict[str, Factors]]]
     """Factors by model, GPU and kind of layer; without a factor, times are proportional."""
+
+
+_Figures = TypeVar("_Figures", FasopConstants, FasopGrowth)
 
 
 class FasopRequest(NamedTuple):
@@ -237,33 +240,25 @@ def _notes(request: FasopRequest, by_type: Mapping[int, Mapping[str, Sourced]]) 
                 )
 
 
-def read_fasop_constants(file: Path) -> FasopConstants:
-    """FASOP's constants; raises BadInput if the file cannot be right."""
+def read_fasop(file: Path, kind: type[_Figures]) -> _Figures:
+    """FASOP's constants or growth factors; raises BadInput if the file cannot be right."""
     try:
-        return msgspec.convert(read_object(file, _MAX_BYTES), FasopConstants)
-    except msgspec.ValidationError as error:
-        raise BadInput(file, str(error), "correct the file") from None
-
-
-def read_fasop_growth(file: Path) -> FasopGrowth:
-    """FASOP's growth factors; raises BadInput if the file is inconsistent."""
-    try:
-        return msgspec.convert(read_object(file, _MAX_BYTES), FasopGrowth, str_keys=True)
+        return msgspec.convert(read_object(file, _MAX_BYTES), kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise BadInput(file, str(error), "correct the file") from None
 
 
 def write_fasop(options: FasopOptions) -> None:
     """Write the model profile from FASOP's layer times."""
-    times, constants = read_fasop_times(options.times), read_fasop_constants(options.constants)
-    growth = None if options.growth is None else read_fasop_growth(options.growth)
+    times, constants = read_fasop_times(options.times), read_fasop(options.constants, FasopConstants)
+    growth = None if options.growth is None else read_fasop(options.growth, FasopGrowth)
     request = FasopRequest(options, times, constants, read_document(options.model, Model), growth)
     documents.write_imported(options.out, import_fasop(request))
 
 
 def write_fasop_hardware(options: FasopHardwareOptions) -> None:
     """Write the hardware profile from FASOP's bandwidths."""
-    documents.write_imported(options.out, fasop_hardware(read_fasop_constants(options.constants), options))
+    documents.write_imported(options.out, fasop_hardware(read_fasop(options.constants, FasopConstants), options))
 
 
 def fasop_hardware(constants: FasopConstants, options: FasopHardwareOptions) -> HardwareProfile:

@@ -1,4 +1,4 @@
-"""The fit of a model profile to measured probes: layers, parameters, ZeRO and process, and notes on doubtful times."""
+"""The fit of a model profile to measured probes: parameters, ZeRO, process and a check of context parallelism."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -7,26 +7,37 @@ from typing import NamedTuple
 
 import msgspec
 
-from shardwright.estimate.curves import fits_table
+from shardwright.estimate.curves import fits_table, of_other_shares, on_joint_curve
 from shardwright.io import BadInput
-from shardwright.io.table import Source, Sourced, Table
-from shardwright.key import LayerKey, rows_by_key
+from shardwright.io.table import Source, Table
+from shardwright.key import LayerKey
 from shardwright.plan.axes import axes_of
-from shardwright.types import EMBEDDING, HEAD, DataParallel, Measurement, Model, Recompute
+from shardwright.types import EMBEDDING, HEAD, DataParallel, Measurement, Model
 from shardwright.types.model_profile import (
     ContextRow,
     ExpertRow,
-    LayerFigures,
+    FitMode,
+    FitRow,
     LayerRow,
     ModelProfile,
     ProcessRow,
+    Quantity,
     StateRow,
 )
-from shardwright_profile.model.context import context_notes, context_rows
-from shardwright_profile.model.doubtful import falling_times, uncertain_times
-from shardwright_profile.model.experts import fit_experts
+from shardwright_profile.model.layers import (
+    block_rows,
+    end_rows,
+    falling_times,
+    fit_experts,
+    hidden_replays,
+    hidden_rests,
+    rest_rows,
+    uncertain_times,
+    with_replays,
+)
 from shardwright_profile.model.probe_results import (
-    LAYERS,
+    BACKWARD,
+    FORWARD,
     LayerPair,
     ProbeResult,
     bytes_per_layer,
@@ -35,8 +46,6 @@ from shardwright_profile.model.probe_results import (
     seconds_per_layer,
 )
 from shardwright_profile.model.probes import is_apart
-from shardwright_profile.model.replays import hidden_replays, mean_of, with_replays
-from shardwright_profile.model.rest import hidden_rests, rest_rows
 
 
 class OptimizerLine(NamedTuple):
@@ -67,9 +76,9 @@ def fit_profile(measurements: Sequence[tuple[Path, Measurement]]) -> ModelProfil
     replicated = [probe for probe in all_probes if probe.data_parallel is DataParallel.DDP]
     probes = [probe for probe in replicated if not is_apart(probe.plan)]
     pairs = layer_pairs(probes)
-    measured = list(_block_rows(pairs))
-    layers = sorted([*with_replays(measured), *rest_rows(pairs), *_end_rows(probes)], key=lambda row: row.key)
-    apart = _block_rows(layer_pairs([probe for probe in replicated if is_apart(probe.plan)]))
+    measured = list(block_rows(pairs))
+    layers = sorted([*with_replays(measured), *rest_rows(pairs), *end_rows(probes)], key=lambda row: row.key)
+    apart = block_rows(layer_pairs([probe for probe in replicated if is_apart(probe.plan)]))
     experts, rests = fit_experts(measurements, probes[0], layers, list(apart))
     fits = fits_table(layers)
     context = list(context_rows(results, layers, fits.rows))
@@ -98,50 +107,6 @@ def fit_profile(measurements: Sequence[tuple[Path, Measurement]]) -> ModelProfil
         experts=Table.from_rows(ExpertRow, sorted(experts, key=lambda row: row.key)),
         context=Table.from_rows(ContextRow, context),
     )
-
-
-def _block_rows(pairs: Sequence[LayerPair]) -> Iterator[LayerRow]:
-    """Yield each block type under each key: the difference of its two probes, with the workspace of the shorter one."""
-    for pair in pairs:
-        figures = LayerFigures(
-            _measured(*seconds_per_layer(pair, "forward time", lambda probe: probe.segments[LAYERS].forward)),
-            _backward(pair),
-            _measured(
-                bytes_per_layer(pair, "activation memory", lambda probe: probe.segments[LAYERS].activation_bytes)
-            ),
-            _measured(pair.few.segments[LAYERS].workspace_bytes),
-        )
-        yield LayerRow.from_figures(LayerKey.from_fields(pair.few.key, type=pair.type), figures)
-
-
-def _backward(pair: LayerPair) -> Sourced:
-    """The time of a block's backward pass, which does not go through layers before the first trained one."""
-    if not pair.few.plan.model.types[pair.type].has_backward:
-        return Sourced(0.0, Source.DERIVED)
-    return _measured(*seconds_per_layer(pair, "backward time", lambda probe: probe.segments[LAYERS].backward))
-
-
-def _end_rows(probes: Sequence[ProbeResult]) -> Iterator[LayerRow]:
-    """Yield embedding and head under each key without recomputation: mean time and largest memory of its probes.
-
-    Those whose embedding and head are sharded otherwise than the layers have none: others are of their strategy.
-    """
-    plain = (probe for probe in probes if probe.is_uniform and probe.key.recompute is Recompute.NONE)
-    for key, alike in rows_by_key(plain).items():
-        for name in (EMBEDDING, HEAD):
-            costs = [probe.segments[name] for probe in alike]
-            figures = LayerFigures(
-                _measured(*mean_of([cost.forward.slowest for cost in costs])),
-                _measured(*mean_of([cost.backward.slowest for cost in costs])),
-                _measured(max(cost.activation_bytes for cost in costs)),
-                _measured(max(cost.workspace_bytes for cost in costs)),
-            )
-            yield LayerRow.from_figures(LayerKey.from_fields(key, type=name), figures)
-
-
-def _measured(value: float, error: float = 0.0) -> Sourced:
-    """Return a measured number with its standard error."""
-    return Sourced(value, Source.MEASURED, error)
 
 
 def _process(probes: Sequence[ProbeResult], line: OptimizerLine) -> ProcessRow:
@@ -197,7 +162,7 @@ def fit_optimizer_line(probes: Sequence[ProbeResult]) -> OptimizerLine:
     return OptimizerLine(0.0, through_zero)
 
 
-def fit_states(pairs: Sequence[LayerPair], line: OptimizerLine, zero: ZeroRates | None = None) -> tuple[StateRow, ...]:
+def fit_states(pairs: Sequence[LayerPair], line: OptimizerLine, zero: ZeroRates | None) -> tuple[StateRow, ...]:
     """Return one row per tp_size and layer type with its bytes and optimizer time.
 
     A block's bytes are the difference of its probes, the most over strategies and micro-batch sizes. What the layers
@@ -330,3 +295,61 @@ def _plain_microbatch_s(zero3: ProbeResult, probes: Sequence[ProbeResult]) -> fl
         return None
     few = min(alike, key=lambda probe: sum(probe.counts.values()))
     return few.microbatch_s + sum(probe.microbatch_s - few.microbatch_s for probe in alike)
+
+
+# A check of derived times under context parallelism: measured probes of one share over the derived times.
+
+
+def context_rows(
+    probes: Sequence[ProbeResult], layers: Sequence[LayerRow], fits: Sequence[FitRow]
+) -> Iterator[ContextRow]:
+    """Yield the check of each type of layer by each cp_size that was probed.
+
+    Raises BadInput if the points determine no curve over micro-batch sizes and lengths.
+    """
+    for cp_size in sorted({probe.cp_size for probe in probes} - {1}):
+        for pair in layer_pairs([probe for probe in probes if probe.cp_size == cp_size]):
+            key = LayerKey.from_fields(pair.few.key, type=pair.type)
+            forward, backward = seconds_per_layer(pair, FORWARD), seconds_per_layer(pair, BACKWARD)
+            derived = [_derived_s(pair, key, quantity, layers, fits) for quantity in _TIMES]
+            yield ContextRow(
+                type=pair.type,
+                cp_size=cp_size,
+                micro_batch_size=key.micro_batch_size,
+                sequence_length=key.sequence_length * cp_size,
+                forward_s=forward.median_s,
+                forward_error_s=forward.error_s,
+                backward_s=backward.median_s,
+                backward_error_s=backward.error_s,
+                source=Source.MEASURED,
+                forward_ratio=forward.median_s / derived[0],
+                backward_ratio=backward.median_s / derived[1],
+            )
+
+
+def context_notes(rows: Sequence[ContextRow]) -> Iterator[str]:
+    """Yield a sentence on each check of derived context-parallel times."""
+    for row in rows:
+        ratios = f"{row.forward_ratio:.3g} times the derived forward time, {row.backward_ratio:.3g} times the backward"
+        length = f"{row.sequence_length} tokens on {row.cp_size} ranks"
+        yield f"{row.type} of a share of {length} was measured to take {ratios}: derived times are corrected by that"
+
+
+_TIMES = (Quantity.FORWARD_S, Quantity.BACKWARD_S)
+
+
+def _derived_s(
+    pair: LayerPair, key: LayerKey, quantity: Quantity, layers: Sequence[LayerRow], fits: Sequence[FitRow]
+) -> float:
+    """Return a time as derived for a plan: the part's own time, and the time of attention to the other parts."""
+    strategy = key.without("micro_batch_size", "sequence_length")
+    curve = next(
+        (fit for fit in fits if fit.mode is FitMode.JOINT and fit.quantity is quantity and fit.key == strategy), None
+    )
+    if curve is None:
+        problem = f"the points of {strategy} determine no curve over lengths, which {pair.few.plan.name!r} checks"
+        raise BadInput(pair.few.file, problem, "measure two micro_batch_sizes and two sequence_lengths at least")
+    size, length, parts = key.micro_batch_size, key.sequence_length, pair.few.cp_size
+    alone = next((row for row in layers if row.key == key), None)
+    alone_s = on_joint_curve(curve, size, length) if alone is None else float(getattr(alone, quantity))
+    return alone_s + of_other_shares(curve, size, length, parts)

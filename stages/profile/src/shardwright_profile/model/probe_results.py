@@ -16,6 +16,8 @@ from shardwright.types.model_profile import ProfileOrigin
 from shardwright_profile.model.probes import is_apart, layer_counts, no_probe, probe_key
 
 LAYERS = "layers"
+FORWARD, BACKWARD = "forward time", "backward time"
+"""Names of the two times of layers."""
 _SEGMENTS = (EMBEDDING, LAYERS, HEAD)
 
 Measured = tuple[Path, Measurement]
@@ -86,6 +88,10 @@ class ProbeResult(NamedTuple):
     def is_uniform(self) -> bool:
         """Whether embedding and head are sharded as its layers."""
         return self.plan.embedding.tp_size == self.plan.layers[0].tp_size
+
+    def times(self, quantity: str) -> Repeats:
+        """The forward or backward time of all its layers."""
+        return self.segments[LAYERS].forward if quantity == FORWARD else self.segments[LAYERS].backward
 
     @property
     def microbatch_s(self) -> float:
@@ -270,12 +276,12 @@ def layer_pairs(probes: Sequence[ProbeResult]) -> tuple[LayerPair, ...]:
     )
 
 
-def seconds_per_layer(pair: LayerPair, quantity: str, repeats_of: Callable[[ProbeResult], Repeats]) -> Duration:
-    """Return the seconds of one layer; raise BadInput, naming both probes, if the longer was not slower.
+def seconds_per_layer(pair: LayerPair, quantity: str) -> Duration:
+    """Return the forward or backward time of a layer; raise BadInput, naming both probes, if the longer was not slower.
 
     For probes that were stepped in turns it is the median over the rounds, else the difference of two medians.
     """
-    few, many = repeats_of(pair.few), repeats_of(pair.many)
+    few, many = pair.few.times(quantity), pair.many.times(quantity)
     more = many.beyond(few) if pair.in_turns else _difference(few.slowest, many.slowest)
     if more.median_s <= 0:
         raise _noisy(pair, quantity, *(f"{repeats.slowest.median_s:.6g} s" for repeats in (few, many)))

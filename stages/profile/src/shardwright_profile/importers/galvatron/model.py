@@ -15,10 +15,10 @@ from shardwright.types import EMBEDDING, HEAD, ITEMSIZE, LayerStrategy, Model, R
 from shardwright.types.hardware_profile import HardwareProfile, read_hardware_profile
 from shardwright.types.model_profile import LayerFigures, LayerRow, ModelProfile, StateRow
 from shardwright_profile.importers import documents
+from shardwright_profile.importers.documents import launch_notes
 from shardwright_profile.importers.galvatron.keys import Computation, Memory, read_computation, read_memory
 from shardwright_profile.importers.galvatron.memory import ModelMemory, model_memory, tables_of
 from shardwright_profile.importers.galvatron.times import LayerTimes, Point, completed, layer_times, lengths_of
-from shardwright_profile.importers.launches import launch_notes
 from shardwright_profile.options import GalvatronOptions
 
 FLAT_FAMILY = "galvatron"

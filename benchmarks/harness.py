@@ -1,17 +1,18 @@
-"""Running the project's own commands, and the documents that they read."""
+"""What all benchmarks use: the project's own commands, the documents that they read, and one format of tables."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _ORDERLY_END_S = 30.0
 
 
 def run(*command: object, threads: int | None = 1, timeout_s: float | None = None) -> None:
-    """Run a command of this environment; what it says goes to standard error. SystemExit where it does not end well.
+    """Run a command of this environment; what it says goes to standard error. SystemExit if it fails.
 
     `threads` are those of a process, None leaves them to it.
     """
@@ -47,9 +48,25 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def write_json_document(path: Path, kind: str | None, **content: object) -> Path:
-    """Write a JSON file, headed by its format where it has one."""
+def write_json(path: Path, kind: str | None, **content: object) -> Path:
+    """Write a JSON file, headed by its format if it has one."""
     head = {} if kind is None else {"format": f"shardwright.{kind}", "version": 1}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(head | content, indent=1) + "\n", encoding="utf-8")
     return path
+
+
+def table(columns: str, rows: Iterable[Iterable[object]]) -> Iterator[str]:
+    """Yield the lines of a table in Markdown, each as soon as its row is there.
+
+    Columns are separated by bars; a column of numbers, whose name ends in a colon here, is aligned at the right.
+    """
+    names = columns.split("|")
+    yield table_line(name.removesuffix(":") for name in names)
+    yield table_line("---:" if name.endswith(":") else "---" for name in names)
+    yield from map(table_line, rows)
+
+
+def table_line(cells: Iterable[object]) -> str:
+    """A row of a table."""
+    return f"| {' | '.join(map(str, cells))} |"
