@@ -14,6 +14,7 @@ from shardwright.display import columns
 
 gc.disable()
 os.environ.pop("COLUMNS", None)
+os.unsetenv("COLUMNS")  # which readline sets for child processes, unseen by os.environ, as pytest imports it
 _PIPED_WIDTH = columns.PIPED_WIDTH
 columns.PIPED_WIDTH = 4000  # Lines are read whole; how they are broken has its own tests.
 
