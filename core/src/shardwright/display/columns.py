@@ -79,7 +79,7 @@ _QUOTED = re.compile(r"(?:\"[^\"]*\"|'[^']*'|[^\s\"'])+")
 
 
 def line_width() -> int:
-    """Return the width of a line of standard output: its terminal's, else COLUMNS, else `PIPED_WIDTH`."""
+    """Return the width of a line of standard output: the terminal's width, else COLUMNS, else `PIPED_WIDTH`."""
     is_known = sys.stdout.isatty() or environ.get("COLUMNS", "").isdigit()
     return get_terminal_size((PIPED_WIDTH, 24)).columns if is_known else PIPED_WIDTH
 

@@ -31,7 +31,7 @@ def html_page(title: str, first_line: str, body: str, script: str = "") -> str:
 def with_contents(sections: Iterable[tuple[str, str]], note: str = "", before: str = "") -> str:
     """Return a table of contents, the introduction `before`, and the sections, each with a title and HTML.
 
-    `note`: a text below the table of contents.
+    `note`: text below the table of contents.
     """
     parts = listed = ""
     for number, (title, content) in enumerate(sections, start=1):
@@ -125,7 +125,7 @@ class Section(NamedTuple):
 
 
 def markdown_text(text: str) -> str:
-    """Return a text on one line with Markdown's special characters escaped."""
+    """Return text on one line with Markdown's special characters escaped."""
     return _SIGNS.sub(r"\\\g<0>", " ".join(text.split()))
 
 

@@ -224,8 +224,8 @@ def message_times_s(key: CollectiveKey, leaving: float, network: Network, messag
 
     A ring crosses the border of a node once in each direction; an all_to_all sends from each rank to all ranks of other
     nodes at once. Groups that leave the same node share its network; `leaving`: the bytes that they send out of it,
-    relative to the message's bytes. As in NCCL's cost model, the number of steps that cross a border is that of a ring
-    with one rank per node.
+    relative to the message's bytes. As in NCCL's cost model, a ring crosses borders in as many steps as a ring with one
+    rank per node would take.
     """
     collective, size = key.collective, key.group_size
     if collective is Collective.ALL_REDUCE and network.link.all_reduce and not key.group.across_nodes:

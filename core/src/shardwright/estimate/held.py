@@ -177,8 +177,8 @@ BY_TORCHTITAN = Held(loss_bytes=12, sharded_loss_bytes=18, every_second_product=
 """torchtitan/components/loss.py: cross entropy of float32 logits, as in transformers. Under tensor parallelism
 torch/distributed/tensor/parallel/loss.py, whose backward pass holds the logits in bf16, and in float32 their
 log-probabilities, the labels' gradient, exponentials and their sum. Its policy of selective recomputation by operator
-keeps every second matrix product (distributed/activation_checkpoint.py). Of its models only Qwen3 ties embedding and
-head, so that none is assumed to. `reserved` is fitted to the eight given runs that printed peak reserved memory."""
+keeps every second matrix product (distributed/activation_checkpoint.py). Only Qwen3 among its models ties embedding and
+head, so that no model is assumed to. `reserved` is fitted to the eight given runs that printed peak reserved memory."""
 BY_NANOTRON = Held(
     loss_bytes=10, whole_gradients=True, compute_gradients=True, gathered_inputs=True, ties=True, reserved=1.07
 )

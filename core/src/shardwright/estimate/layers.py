@@ -191,7 +191,7 @@ def estimate_layer(
 ) -> LayerFigures[float]:
     """Return the figures of a layer under a strategy of one tensor-parallel group, which may be a `LayerStrategy`.
 
-    If the strategy shards experts, the figures are those of the rest of the layer, in which each rank routes its own
+    If the strategy shards experts, the figures describe the rest of the layer, in which each rank routes its own
     positions; `estimate_experts` returns the figures of the experts.
     """
     share = _share(strategy, micro_batch_size, precision, attention)
@@ -253,7 +253,7 @@ def weight_share(
     attention: Attention,
     machine: Machine,
 ) -> float:
-    """Return the share of a layer's backward pass that computes gradients of its matrices, without experts.
+    """Return the share of a layer's backward time in which gradients of its matrices are computed, without experts.
 
     Messages are not included, nor kernels' start-up times, which would make the share of small layers on a large device
     nearly 0.
@@ -270,9 +270,9 @@ def weight_share(
 def host_s(
     model: Model, type_name: str, recompute: Recompute, machine: Machine, experts: int | None = None
 ) -> tuple[float, float]:
-    """Return the least seconds of a layer's forward and backward pass, in which its host can launch all kernels.
+    """Return the seconds that the host needs to launch all kernels of a layer's forward and backward pass.
 
-    `experts`: number of the rank's experts; None for the layer without them.
+    No pass is shorter. `experts`: number of the rank's experts; None for the layer without them.
     """
     parts, habits = layer_parts(model, type_name, True, machine.compiled), machine.experts
     sparse = model.types[type_name].experts is not UNSET

@@ -65,7 +65,7 @@ _QUERY_NORM = "q_norm.weight"
 
 
 def layer_parts(model: Model, type_name: str, fused: bool = False, compiled: bool = False) -> tuple[Part, ...]:
-    """Return the parts of one layer of a type, in order; their floating-point operations add up to the type's.
+    """Return the parts of one layer of a type, in order; together they have the type's floating-point operations.
 
     `fused`: norms and activation functions are one kernel each, which keeps only its input. `compiled`: torch.compile
     has fused them, together with everything else between a block's matrix products; embedding and head are not
@@ -161,7 +161,7 @@ def _traced_part(kind: LayerType, seen: Traced) -> Part:
 
 
 def _traced_head(model: Model, kind: LayerType, seen: Traced) -> Part:
-    """Return the part of a head whose norms were traced; its loss is the runtime's own."""
+    """Return the part of a head whose norms were traced; its loss is not traced, as the runtime replaces it."""
     (tensor,) = model.received_by(HEAD)
     logits = seen.widest
     return Part(
@@ -181,7 +181,7 @@ def _traced_head(model: Model, kind: LayerType, seen: Traced) -> Part:
 
 
 def _experts(model: Model, kind: LayerType, parts: list[Part]) -> list[Part]:
-    """Return the parts of router and experts; the experts come last, and their output replaces the router's.
+    """Return the parts of router and experts; the experts come last, and their output replaces the router's output.
 
     `parts`: parts of the layer, of which the router, the last one, is removed.
     """

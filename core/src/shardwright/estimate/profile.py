@@ -212,7 +212,7 @@ def _layer_rows(
 
 
 def _state_rows(model: Model, tp_sizes: Sequence[int], precision: Precision, machine: Machine) -> Iterator[StateRow]:
-    """Yield the states of each layer type; no time of gradient reduction is added to that of its messages."""
+    """Yield the states of each layer type; gradient reduction takes no time in addition to its messages."""
     stored, reduced = ITEMSIZE[precision.parameters], ITEMSIZE[precision.reduce]
     for name, tp_size in product((EMBEDDING, *block_types(model), HEAD), tp_sizes):
         kind = model.types[name]

@@ -113,7 +113,7 @@ _REMEDIES = {
 
 
 def _on_one_line(text: str) -> str:
-    """Return a text, possibly from a hostile file, on one line without control characters, shortened if long."""
+    """Return text, possibly from a hostile file, on one line without control characters, shortened if long."""
     line = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
     return line if len(line) <= _MAX_CHARACTERS else f"{line[:_MAX_CHARACTERS]}…"
 
@@ -155,7 +155,7 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\u
 
 
 def has_controls(text: str) -> bool:
-    """Return whether a text contains characters that control a terminal or are not valid in XML.
+    """Return whether a string contains characters that control a terminal or are not valid in XML.
 
     These are control characters except line breaks and tabs, changes of the writing direction, separators of lines and
     paragraphs, halves of surrogate pairs, and the two noncharacters U+FFFE and U+FFFF.

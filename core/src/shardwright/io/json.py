@@ -116,7 +116,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _removed_on_failure(folder: Path) -> Iterator[None]:
-    """On failure, remove a folder and those of its parents that did not exist before."""
+    """On failure, remove a folder and its parents, as far as they did not exist before."""
     new = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
     try:
         yield
@@ -405,7 +405,7 @@ def first_odd(value: object, is_odd: Callable[[str], bool] = has_controls, where
 
 
 def _is_no_text(text: str) -> bool:
-    """Return whether a text contains half of a surrogate pair, which JSON can express and UTF-8 cannot."""
+    """Return whether a string contains half of a surrogate pair, which JSON can express and UTF-8 cannot."""
     return not text.isascii() and any(0xD800 <= ord(character) < 0xE000 for character in text)
 
 

@@ -46,8 +46,9 @@ class HeldLock(Value, frozen=True, kw_only=True):
 def only_run(file: Path, nodes: Nodes) -> Iterator[tuple[HeldLock, ...]]:
     """Hold the lock `file` of a run on node 0; other nodes take no lock, because they may use the same folder.
 
-    A symbolic link is not followed, and a hard link is not written to. The file contains its holder, which the BadInput
-    also states that is raised if another run holds the lock. Yields the held locks, for code that writes under them.
+    A symbolic link is not followed, and a hard link is not written to. The file contains the name of its holder. If
+    another run holds the lock, BadInput is raised, which states the holder. Yields the held locks, for code that writes
+    under them.
     """
     if nodes.rank:
         yield ()

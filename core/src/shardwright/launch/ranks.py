@@ -113,7 +113,7 @@ class RankOutput:
             reader.join(max(0.0, until_s - time.monotonic()))
 
     def show(self, rank: int, text: str) -> None:
-        """Show on standard error, and store, a text that a rank could not print itself."""
+        """Show on standard error, and store, text that a rank could not print itself."""
         print(text, end="", file=sys.stderr)
         if rank in self._logs:
             self._logs[rank].write(text.encode())
@@ -228,7 +228,7 @@ class _Rank:
     files: RankFiles
     process: "subprocess.Popen[bytes]"
     status: int | None = None
-    """Exit status of the process, if it ended before the launcher would have ended it."""
+    """Exit status of the process; None while it runs, and if the launcher ended it."""
     seen_s: float = 0.0
 
     def look(self) -> int | None:

@@ -48,7 +48,7 @@ class Read(NamedTuple):
     notes: tuple[str, ...] = ()
     """What the user must know about this reading."""
     approximates: str | None = None
-    """The family whose shapes represent the model's; None if they are the model's own."""
+    """The family whose shapes represent the model's shapes; None if the shapes are the model's own."""
 
     def named(self, name: str) -> str:
         """Return a model's name, extended by the family that approximates it, if there is one."""

@@ -33,13 +33,15 @@ class Vision(NamedTuple):
     """Images: whole samples with one label each, or parts of samples of text."""
 
     positions: Callable[[Config], int]
-    """Number of positions that the images of a sample take."""
+    """Function that returns the number of positions that the images of a sample take."""
     without_input: int = 0
     """Number of positions for which the embedding multiplies nothing: the class token of an image has no patch."""
     tower: Callable[[str, Config], "Family | None"] | None = None
-    """Facts of a block type if it belongs to the tower of another family; None if an image is a whole sample."""
+    """Function that returns the facts of a block type of the tower, which is another family's, else None; None if an
+    image is a whole sample."""
     assumed: Callable[[Config], str] | None = None
-    """What is assumed about the images of a sample, in words, if configurations leave their size open."""
+    """Function that returns what is assumed about the images of a sample, in words, if configurations leave their size
+    open."""
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +62,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     feed_forward: Callable[[Config], FeedForward]
     dropouts: Dropouts
     shapes: Callable[[str, Config], Config] = lambda _layer, _config: {}
-    """Returns, for a layer type, the values of keys that differ from type to type, such as width and heads."""
+    """Function that returns, for a layer type, the values of keys that differ from type to type, such as width and
+    heads."""
     experts: ExpertKeys | None = None
     vision: Vision | None = None
     systems: Systems = Systems()

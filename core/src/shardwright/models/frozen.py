@@ -47,7 +47,7 @@ class FrozenPart(NamedTuple):
         return cls(text, layer or "layers", first, end, pattern or "*")
 
     def matches(self, place: Place, parameter: str) -> bool:
-        """Return whether the pattern matches a parameter of the embedding, the head, or the block with a number."""
+        """Return whether the pattern matches a parameter of the layer at `place`."""
         if isinstance(place, str):
             return place == self.layer and fnmatchcase(parameter, self.pattern)
         inside = self.layer == "layers" and self.first <= place and (self.end is None or place < self.end)

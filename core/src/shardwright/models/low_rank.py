@@ -179,7 +179,7 @@ def _multiplied(model: Model, layer: str) -> int:
 
 
 def _outputs_last(model: Model) -> bool:
-    """Return whether matrices of blocks are [inputs, outputs]; False if traced: those of a Linear never are."""
+    """Return whether matrices of blocks are [inputs, outputs]; False if traced, as traces contain only Linears."""
     return not model.is_traced and facts_of(model).stock.outputs_last
 
 

@@ -142,16 +142,17 @@ class AttentionFacts(NamedTuple):
     positions: Literal["learned_absolute", "relative", "rope"]
     """The encoding of positions, in Megatron-LM's terms."""
     window: Callable[[str, Config], int | None] | None = None
-    """Function of the sliding window of a block type: how many positions a position attends to, ending with itself;
-    None for all of them.
+    """Function that returns the sliding window of a block type: how many positions a position attends to, ending with
+    itself; None for all of them.
 
     If attention is not causal, a position attends to as many positions after it. Families without this function require
     samples that are not longer than the configuration's sliding_window.
     """
     latents: Callable[[Config], Latents | None] = lambda _: None
-    """Function of the latents from which queries, keys and values are computed; None if that is the hidden states."""
+    """Function that returns the latents from which queries, keys and values are computed, or None if they are computed
+    from the hidden states."""
     positions_before: Callable[[Config], int] = lambda _: 0
-    """Function of the number of rows in the table of positions before the row of a sample's first token."""
+    """Function that returns the number of rows in the table of positions before the row of a sample's first token."""
     alibi: Callable[[Config], bool] = lambda _: False
     """Function that returns whether scores decrease with the distance of positions, with a slope per head (ALiBi, Press
     et al. 2022), by a mask for each head."""
@@ -346,11 +347,11 @@ class Stack(NamedTuple):
     joined_by: str | None = None
     """The type whose output joins all states into the last; None if blocks may attend to states of earlier stacks."""
     length: Callable[[Config], int] | None = None
-    """Function of the positions of the stack's state, such as frames of a spectrogram; None if they are a text
-    sample's."""
+    """Function that returns the positions of the stack's state, such as frames of a spectrogram; None if they are the
+    positions of a text sample."""
     features: Callable[[Config], int] | None = None
-    """Function of the width of the stack's state, if it passes unchanged through layers of another width; None if it
-    has each layer's width."""
+    """Function that returns the width of the stack's state, if it passes unchanged through layers of another width;
+    None if each layer determines the width."""
 
     @property
     def typing_keys(self) -> tuple[str, ...]:

@@ -156,7 +156,7 @@ class Optimizer(NamedTuple):
     states: tuple[State, ...]
     """States of a matrix."""
     of_vectors: tuple[State, ...] | None = None
-    """States of a vector, or of whatever is not updated as a whole matrix; None if they are the same as a matrix's."""
+    """States of a vector, or of whatever is not updated as a whole matrix; None if a matrix has the same states."""
     temporary: int = 0
     """Number of values per element, in the parameters' format, that a step writes and reads again because it is not
     fused."""

@@ -42,8 +42,8 @@ def ranks_on_nodes(groups: NDArray[Any], nodes: NDArray[Any]) -> tuple[NDArray[A
 def nearest_measured(profile: HardwareProfile, key: CollectiveKey) -> CollectiveKey | None:
     """Return the measured key for a kind of message: the same key, else the fastest measured one that is not faster.
 
-    Candidates have at least as many ranks. If the group spans several nodes, they also have at most as many ranks per
-    node, so that at least as many groups share a node's network. None if there is no candidate.
+    Candidates have at least as many ranks as the key's group. If that group spans several nodes, they also have at most
+    as many ranks per node, so that at least as many groups share a node's network. None if there is no candidate.
     """
     if key in profile.curves:
         return key

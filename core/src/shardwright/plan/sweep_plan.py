@@ -204,8 +204,8 @@ def _partitions(cluster: Cluster) -> Iterator[_Grouping]:
 def _sample(world: int, size: int, stride: int, same: int) -> NDArray[Any]:
     """Return a sample of groups of ranks a stride apart [groups, size] that covers all kinds of groups.
 
-    Ranks that differ by `same` are placed on nodes in the same way, and so are groups that differ by as many ranks or
-    blocks.
+    Ranks that differ by `same` are placed on nodes in the same way; groups that differ by `same` ranks or blocks are,
+    too.
     """
     block = size * stride
     firsts = block * np.arange(min(same, world // block))[:, None] + np.arange(min(same, stride))

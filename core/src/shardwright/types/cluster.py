@@ -105,8 +105,9 @@ class Cluster(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, d
     def nodes_in_domain(self, node_type: str) -> int:
         """Return the number of neighbouring nodes of a type in one NVLink domain: all of them if they fit into one.
 
-        If they need several domains, each has the largest power of two of nodes that divides their number, as
-        schedulers allocate them (16 of the 18 nodes of a rack), so that groups of ranks do not cross domains.
+        If they need several domains, each has the largest power of two of nodes that fits and divides the number of
+        nodes in each group, as schedulers allocate them (16 of the 18 nodes of a rack), so that groups of ranks do not
+        cross domains.
         """
         counts, most = (
             [g.count for g in self.nodes if g.node_type == node_type],

@@ -23,8 +23,8 @@ class Segment(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     Each entry is the mean over a step's `middle` micro-batches. The first and the last are left out: the first forward
     pass also gathers parameters, the first backward pass adds to no gradients yet, and the last backward pass also
-    reduces them. With two micro-batches, the times are those of the second forward and the first backward pass; with
-    one, they include all of this.
+    reduces them. With two micro-batches, the entry has the time of the second forward or the first backward pass; with
+    one, the times include all of this.
     """
 
     name: str

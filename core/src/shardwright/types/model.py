@@ -77,8 +77,8 @@ class Region(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Name of the boundary tensor with the shape of the region's result, which is summed over the ranks; null for the
     head, where only numbers are summed."""
     replays_sum: tuple[Literal["full", "attention", "mlp"], ...] = ()
-    """The kinds of recomputation that repeat this sum even at the end of what they recompute, because a later operation
-    needs its result."""
+    """The kinds of recomputation that repeat this sum even at the end of what they recompute, because an operation
+    after it keeps its result."""
     attention: Heads | None = None
     """The region's attention; null if it has none."""
 
@@ -117,7 +117,8 @@ class LowRank(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whether the scaling is alpha over the square root of the rank (Kalajdzievski 2023) instead of alpha over the
     rank."""
     starts_at_zero: bool = True
-    """Whether B is initialised to zero, so that training begins with the frozen model's outputs; else like A."""
+    """Whether B is initialised to zero, so that training begins with the frozen model's outputs; else B is drawn like
+    A."""
     alphas: dict[str, PositiveNumber] | UnsetType = UNSET
     """Values of alpha that differ from `alpha`, by the full names of modules, or of experts' parameters, in the stock
     model; omitted if there are none."""
@@ -163,7 +164,8 @@ class Traced(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_
     whole_products: Elements = 0
     """The part of `products` that every tensor-parallel rank holds completely; omitted if nothing is sharded."""
     linear: tuple[str, ...] = ()
-    """Names, within the layer, of the modules that are a `torch.nn.Linear`; for the head, also the embedding's."""
+    """Names, within the layer, of the modules that are a `torch.nn.Linear`; for the head, also modules of the
+    embedding."""
     like_linear: tuple[str, ...] = ()
     """Names of the modules of other classes that peft treats as a Linear."""
     of_experts: tuple[str, ...] = ()

@@ -22,12 +22,12 @@ from shardwright.types.plan import Plan
 
 
 class StagePrediction(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Predictions for a pipeline stage: time of a micro-batch, and peak memory of a rank, each by term."""
+    """Predictions for a pipeline stage: time of a micro-batch and of the step's end, peak memory of a rank; by term."""
 
     time_s: Seconds
     """Time of the forward and backward pass of one micro-batch, including sends."""
     time_terms_s: dict[str, Seconds]
-    """The terms of `time_s`, by name."""
+    """The terms of `time_s`, and the terms of the step's end (`gradient_sync`, `optimizer`), by name."""
     memory_bytes: Bytes
     """Peak memory of one rank."""
     memory_terms_bytes: dict[str, Bytes]

@@ -202,7 +202,7 @@ class Strategy(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, ord
 
 
 class ExpertGrid(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True, order=True):
-    """The sharding of a layer's experts if it differs from the layer's: a grid of dp_size x ep_size x tp_size ranks.
+    """The separate sharding of a layer's experts: a grid of dp_size x ep_size x tp_size ranks.
 
     It is not written to files: `LayerStrategy.expert_grid` builds it. `tp_size` neighbouring ranks shard the features
     of each expert, `ep_size` groups of these shard the experts, and `dp_size` groups of those hold replicas or shard
@@ -263,7 +263,7 @@ class LayerStrategy(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def expert_grid(self) -> ExpertGrid | None:
-        """Return the sharding of the layer's experts; None if it is the same as the layer's."""
+        """Return the separate sharding of the layer's experts; None if they are sharded like the rest of the layer."""
         return None if self.experts is UNSET else _grid(self.experts, self.tp_size * self.cp_size * self.dp_size)
 
     @property

@@ -87,7 +87,7 @@ def _roberta_parameters(layer: str, config: Config) -> Parameters:
 
 
 def _before(config: Config) -> int:
-    """Return the number of rows up to the padding's, which no token uses; missing padding is refused elsewhere."""
+    """Return the number of table rows up to the padding token's row, which no token uses; 0 without padding."""
     padding = config["pad_token_id"]
     return padding + 1 if isinstance(padding, int) else 0
 

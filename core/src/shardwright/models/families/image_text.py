@@ -54,14 +54,14 @@ class Merged(NamedTuple):
     projector: str
     """Path that precedes the names in `merger`."""
     embedding: Parts
-    """Function of the tower's parameters before its blocks; its argument: the keys of the vision_config."""
+    """Function that returns the tower's parameters before its blocks, from the keys of the vision_config."""
     merger: Callable[[Config, Config], Parameters]
-    """Function of the tower's parameters after its blocks; its arguments: the keys of the vision_config and of the
+    """Function that returns the tower's parameters after its blocks, from the keys of the vision_config and of the
     model."""
     side: Callable[[Config], int]
-    """Function of an image's height and width in pixels, if the file does not state it."""
+    """Function that returns an image's height and width in pixels if the file does not state them."""
     merged: Callable[[Config, Config], int]
-    """Function of the side of the square in patches; its arguments: the keys of the vision_config and of the model."""
+    """Function that returns the side of the square in patches, from the keys of the vision_config and of the model."""
     further: int = 0
     """Number of positions in addition to the patches."""
     inner: str = "intermediate_size"

@@ -1,4 +1,4 @@
-"""Models of text and images: a vision tower, a projector that inserts its states into a text's, and a text's blocks.
+"""Models of text and images: a vision tower, a projector that inserts image states into the text, and text blocks.
 
 Llava (Liu et al. 2023) has the tower of CLIP (Radford et al. 2021) or SigLIP (Zhai et al. 2023), and Llama's blocks.
 Gemma 3 (Gemma team 2025) has SigLIP's tower, whose states are pooled.
@@ -193,7 +193,7 @@ def _states_positions(config: Config) -> int:
 
 
 def multiplied_positions(layer: str, config: Config, patches: int, tokens: int) -> dict[str, int | None]:
-    """Return the number of positions that a layer type's matrices multiply, for images with `patches` and `tokens`."""
+    """Return the entry for the positions that a layer type's matrices multiply; `patches`, `tokens`: of one image."""
     each = {EMBEDDING: patches, PROJECTOR: tokens}.get(layer)
     return {MULTIPLIED: None if each is None else config[IMAGES] * each}
 

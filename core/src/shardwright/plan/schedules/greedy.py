@@ -60,7 +60,7 @@ class SplitSchedule(PipelineSchedule):
         return greedy_order(self.order(num_stages, num_microbatches, num_chunks), num_microbatches)[stage]
 
     def order(self, num_stages: int, num_microbatches: int, num_chunks: int) -> Order:
-        """Return the parameters of the greedy order."""
+        """Return what determines the greedy order, for these numbers of stages, micro-batches and chunks."""
         limits = (self.limit(num_stages, num_microbatches, num_chunks),) * num_stages
         return Order(
             self.name.way(num_stages, num_chunks), limits, tuple(self.groups(num_stages, num_microbatches)), self.pace

@@ -7,7 +7,7 @@ from shardwright.types import Schedule
 
 
 class InterleavedZeroBubble(SplitSchedule, Interleaved1F1B):
-    """Interleaved 1F1B with split backward passes: forward passes keep its order, and so do backward passes.
+    """Interleaved 1F1B with split backward passes; forward passes keep their order, backward passes keep theirs.
 
     A stage holds at most as many activations as the first stage of interleaved 1F1B.
     """
