@@ -147,7 +147,7 @@ def lane_name(lane: Lane, num_stages: int) -> str:
 
 
 def by_lane(events: Iterable[TimelineEvent], turns: bool = False) -> dict[Lane, list[TimelineEvent]]:
-    """Return the events of each lane that has any, by start; `turns`: whether the schedule is a V."""
+    """Return the events of each lane that has any, by start; `turns`: whether second chunks run backwards (a V)."""
     kinds = {"gradient_sync": GRADIENTS, FORTH: FORTH, BACK: BACK}
     turned = kinds | {FORTH: BACK, BACK: FORTH}
 

@@ -92,9 +92,9 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     inputs: int = 0
     """The part of `inside` that is only kept as input of matrix products with parameters."""
     whole_inputs: int = 0
-    """The same part of the elements that every rank holds completely."""
+    """The part of `whole` that is only kept as input of matrix products with parameters."""
     outside_inputs: int = 0
-    """The same part of the elements outside the region."""
+    """The part of `outside` that is only kept as input of matrix products with parameters."""
     normed: int = 0
     """The part of `outside` that is norms' results for matrix products; recomputing norms frees it."""
     whole_normed: int = 0

@@ -229,7 +229,7 @@ def _passes(collective: Collective, ranks: int, size: int, forward: int, backwar
 
 # Messages of context parallelism: keys and values of other ranks, and their gradients.
 #
-# Sources: gather, Grattafiori et al. 2024; ring, Liu et al. 2023, whose gradients go round behind keys and values.
+# Sources: gather, Grattafiori et al. 2024; ring, Liu et al. 2023, whose gradients follow keys and values.
 
 
 class KeysAndValues(NamedTuple):

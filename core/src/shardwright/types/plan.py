@@ -331,7 +331,7 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fused: tuple[Literal["rotary", "norm", "cross_entropy"], ...] = ()
     """Modules that kernels of the flash-attn package compute: rotary embeddings, norms, the loss."""
     compile: bool = False
-    """Whether torch.compile compiles each block; embedding and head are not compiled."""
+    """Use of torch.compile for each block; embedding and head are not compiled."""
     loss_chunks: Count | UnsetType = UNSET
     """Number of parts in which a rank's positions go through the head's matrix product and the loss, so that the logits
     of all positions never exist at once; the backward pass computes both again. 1 if omitted."""

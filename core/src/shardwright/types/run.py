@@ -26,7 +26,7 @@ class Evaluation(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The loss on validation data, which is not trained on."""
 
     loss: float
-    """Mean cross entropy over all labels that are not ignored, without dropout."""
+    """Mean cross entropy over all labels that are not ignored, with dropout disabled."""
     perplexity: NonNegativeNumber | None
     """exp(loss); null for images, and if it exceeds 10^15."""
     labels: Count

@@ -240,7 +240,7 @@ class LayerStrategy(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=T
     context: ContextParallel = ContextParallel.GATHER
     """How positions of one rank attend to positions of other ranks; it only matters if cp_size is above 1."""
     experts: ExpertStrategy | UnsetType = UNSET
-    """The parallelism of the layer's experts; if omitted, each rank has the same part of the features of all
+    """The parallelism of the layer's experts; if omitted, each rank has its tensor-parallel part of the features of all
     experts."""
     offload: Offload | UnsetType = UNSET
     """What stays in host memory; omitted if nothing does."""
