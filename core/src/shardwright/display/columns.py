@@ -11,7 +11,7 @@ from typing import NamedTuple
 _FRAME = 3
 """Number of characters that a column needs in addition to its cells: a line and two spaces."""
 _WORDS_WIDTH = 40
-"""The least width, in characters, of a column of words that is wider than this."""
+"""Width, in characters, below which a column of words is not narrowed to fit the line."""
 
 
 class PrintedColumn(NamedTuple):

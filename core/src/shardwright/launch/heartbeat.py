@@ -217,7 +217,7 @@ def _is_lost_connection(error: Exception) -> bool:
 
 
 def _is_fault(error: BaseException) -> TypeGuard[OSError]:
-    """Whether the operating system reported a fault, such as a full disk; a lost peer is not a fault."""
+    """Return whether the operating system reported a fault, such as a full disk; a lost peer is not a fault."""
     return isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError)
 
 

@@ -152,7 +152,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         return self.states[-1:] if joined else self.states
 
     def of_type(self, layer: str, config: Config) -> "Family":
-        """Return the facts for a type of block: the vision tower's facts for its blocks, else the family's."""
+        """Return the facts for a block type: the vision tower's facts for the tower's blocks, else these facts."""
         tower = None if self.vision is None else self.vision.tower
         return (None if tower is None else tower(layer, config)) or self
 

@@ -87,7 +87,7 @@ class Layout(NamedTuple):
 
     stage_size: int
     sample_ranks: int
-    """Number of ranks that share each sample."""
+    """Number of ranks over which each sample is split or replicated."""
     consecutive: bool
     """True if the ranks that share a sample are neighbours; otherwise their distance is the number of parts of the
     samples."""
