@@ -10,17 +10,17 @@ from shardwright.io import BadInput
 from shardwright.io.versions import product_version
 
 _GROUP = "shardwright.commands"
-"""Entry points by which stages register their command lines, each under the name of the stage."""
+"""Group of entry points by which stages register their command lines, each under the name of the stage."""
 _PLANNER = "search"
 """The stage whose commands need no name before them."""
 _OTHERS = ("profile", "train")
 
 
 class Program(CommandLine):
-    """A command line that imports a stage only if its first word asks for one of its commands."""
+    """A command line that imports a stage only if the first word requires one of its commands."""
 
     def call(self, arguments: Sequence[str]) -> int:
-        """Run what the arguments ask for and return its exit code; BadInput if its stage is not installed."""
+        """Run the command that the arguments specify, and return its exit code; BadInput if its stage is missing."""
         word = next(iter(arguments), "")
         if word == "--version":
             show(f"{self.name} {product_version()}")

@@ -13,12 +13,12 @@ class Key(msgspec.Struct, frozen=True, order=True):
 
     @classmethod
     def from_fields(cls, struct: msgspec.Struct, **columns: object) -> Self:
-        """Return a key from the fields of a row, a strategy or another key, and further columns."""
+        """Return a key from the fields of a row, a strategy or another key, and from further columns."""
         shared = {name: getattr(struct, name) for name in cls.__struct_fields__ if name in struct.__struct_fields__}
         return cls(**shared | columns)
 
     def without(self, *names: str) -> Self:
-        """Return the narrower key without the named columns; KeyError if the key does not have one."""
+        """Return the narrower key without the named columns; raise KeyError if the key does not have one of them."""
         kept = self.columns
         for name in names:
             del kept[name]
@@ -31,7 +31,7 @@ class Key(msgspec.Struct, frozen=True, order=True):
 
 
 class LayerKey(Key, frozen=True, order=True, kw_only=True):
-    """The key of figures of layers; a column that is left open holds its default, which no figure has."""
+    """The key of figures of layers; a column that is left open has its default, which no figure has."""
 
     type: str = ""
     """The layer's type in the model description."""
@@ -59,30 +59,30 @@ class ExpertKey(Key, frozen=True, order=True, kw_only=True):
     type: str
     """The layer's type in the model description."""
     experts: int
-    """Experts of the rank."""
+    """Number of the rank's experts."""
     etp_size: int
-    """Ranks that share each expert's features out."""
+    """Number of ranks over which each expert's features are sharded."""
     recompute: Recompute
     rows: int = 0
-    """Rows of the rank, over all its experts; 0 if they vary."""
+    """Number of rows over all of the rank's experts; 0 if the key is for any number."""
 
     def __str__(self) -> str:
-        """Return the key in words."""
+        """Return the key in words, without the number of rows."""
         return f"{self.experts} experts of {self.type} etp_size {self.etp_size} recompute {self.recompute}"
 
 
 class HostKey(Key, frozen=True, order=True, kw_only=True):
-    """The key of the least times of a layer's passes, which its host needs."""
+    """The key of the least times of a layer's passes: the times that the host needs to start their kernels."""
 
     type: str
     """The layer's type in the model description."""
     recompute: Recompute
     tp_size: int = 0
-    """Tensor-parallel ranks; 0 if they make no difference."""
+    """Number of tensor-parallel ranks; 0 if the times do not depend on it."""
     experts: int = 0
-    """Experts of the rank, which the figure is about; 0 if it is about what else the layer does."""
+    """Number of the rank's experts, if the times are for experts; 0 if they are for the rest of the layer."""
     pipelined: bool = False
-    """Whether the figure is about pipelines between nodes only."""
+    """Whether the times apply only to pipelines between nodes."""
 
 
 class Keyed(Protocol):
@@ -97,7 +97,7 @@ KeyedRow = TypeVar("KeyedRow", bound=Keyed)
 
 
 def rows_by_key(rows: Iterable[KeyedRow], *open_columns: str) -> dict[LayerKey, list[KeyedRow]]:
-    """Group rows that differ only in the named columns; groups ascend by key, and rows keep their order."""
+    """Group rows that differ only in the named columns; groups are sorted by key, and rows keep their order."""
     groups: dict[LayerKey, list[KeyedRow]] = {}
     for row in rows:
         groups.setdefault(row.key.without(*open_columns), []).append(row)

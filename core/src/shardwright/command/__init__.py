@@ -27,16 +27,16 @@ A command is a struct of options and a function that takes it::
         run(APP)
 
 - The docstring of the struct is the help of the command; the docstring of a field, or the `description` of its `Meta`,
-  is the help of the option. Limits, choices and the default are added by themselves.
-- `batch_size: Count` is `--batch-size INT`. Every number has limits: take a type of `types.limits`, or state
+  is the help of the option. Limits, choices and the default are added automatically.
+- `batch_size: Count` is `--batch-size INT`. Every number has limits: use a type of `types.limits`, or state
   `Meta(ge=, le=)`. An enumeration or a Literal is written by its values, a `tuple[X, ...]` by repeating the option, and
   a `bool` as `--x` and `--no-x`, or with `Annotated[bool, Off("--y")]` as `--x` and `--y`.
 - `plan: Annotated[Path, POSITIONAL]` is an argument without a name; `tp_size: Count = field(name="tp")` is `--tp`.
-- What no single option can say (two options that need each other) is checked in the command; raise BadInput.
+- What concerns several options (such as two that need each other) is checked in the command; raise BadInput.
 - Put structs where importing them costs little, since `--help` imports them all; the function is imported when its
-  command runs, with all that it needs.
-- `show(text)` prints a result. If a command writes a file too, show before the file gets its name (inside
-  `atomic_path`): when standard output is full, no file must claim success.
+  command runs, with everything that it needs.
+- `show(text)` prints a result. If a command also writes a file, call it before the file gets its name (inside
+  `atomic_path`): if standard output cannot be written, no file may indicate success.
 - Tests call `run(APP, ["fit", ...])`, which raises SystemExit.
 """
 

@@ -22,13 +22,13 @@ _STANDARD_OUTPUT = "standard output"
 
 
 def show(text: str) -> None:
-    """Print a result on standard output; raise BadInput if it cannot be written, ReaderGone if the reader has left."""
+    """Print a result on standard output; raise BadInput if it cannot be written, ReaderGone if its reader has ended."""
     with _faults_of_output():
         print(text, flush=True)
 
 
 def flush() -> None:
-    """Flush standard output; raise BadInput if it cannot be written, ReaderGone if the reader has left."""
+    """Flush standard output; raise BadInput if it cannot be written, ReaderGone if its reader has ended."""
     with _faults_of_output():
         sys.stdout.flush()
 
@@ -44,7 +44,7 @@ def _faults_of_output() -> Iterator[None]:
 
 
 def check_streams() -> None:
-    """Make both streams take any text; BadInput if one is closed, as the next opened file would take its place."""
+    """Make both output streams accept any text; BadInput if one is closed: the next opened file would replace it."""
     for name, stream in {_STANDARD_OUTPUT: sys.stdout, "standard error": sys.stderr}.items():
         if stream is None:
             raise BadInput(name, "is closed", "open it, or send it to /dev/null")
@@ -66,18 +66,18 @@ class BatchOptions(Options, frozen=True, kw_only=True):
     """Run many commands in one process; the first failure ends it, and files of earlier commands remain."""
 
     file: Annotated[Path, POSITIONAL]
-    """Text: on each line the words of one command, quoted as for a shell; # begins a comment."""
+    """Text file: on each line the words of one command, quoted as for a shell; # begins a comment."""
 
 
 class Command(NamedTuple):
-    """A command: the options that it takes, and the function that runs it."""
+    """A command: the options that it accepts, and the function that runs it."""
 
     options: type[Options]
     function: str
-    """`package.module:function`, which takes the options; it is imported when the command runs."""
+    """`package.module:function`, which accepts the options; it is imported when the command runs."""
 
     def parse(self, prog: str, arguments: Sequence[str]) -> Options:
-        """Return the options that the arguments state. Raises BadInput if one is wrong, SystemExit after `--help`."""
+        """Return the options that the arguments state; raise BadInput if one is wrong, SystemExit after `--help`."""
         options = list(options_of(self.options))
         places = " ".join(option.name + " ..." * option.repeats for option in options if option.is_positional)
         usage = f"{prog} {places} [options]".replace("  ", " ")
@@ -93,7 +93,7 @@ class Command(NamedTuple):
         return self.options(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
 
     def call(self, options: Options) -> None:
-        """Run the command; BadInput if a library that only some commands need is not installed."""
+        """Run the command; raise BadInput if a library that only some commands need is not installed."""
         module, _, function = self.function.partition(":")
         try:
             getattr(import_module(module), function)(options)
@@ -104,14 +104,14 @@ class Command(NamedTuple):
 
 
 class CommandLine(NamedTuple):
-    """The commands of one program, by name; a name may be several words, as `import galvatron`."""
+    """The commands of one program, by name; a name may be several words, such as `import galvatron`."""
 
     name: str
     purpose: str
     commands: Mapping[str, Command]
 
     def call(self, arguments: Sequence[str]) -> int:
-        """Run the command that the arguments name, and return its exit code."""
+        """Run the command that the arguments specify, and return its exit code."""
         for name, command in self._all.items():
             words = name.split()
             if list(arguments[: len(words)]) == words:
@@ -159,11 +159,11 @@ class CommandLine(NamedTuple):
 
 
 def run(app: CommandLine, arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run one command and end the process: 0, or one line `error: …` on standard error and the error's exit code.
+    """Run one command and end the process: with 0, or with one line `error: …` on standard error and the error's code.
 
-    2: an input or the world outside is at fault; 3: nothing fits; 4: a run failed; 75: stopped in order; 130:
-    interrupted; 141: nobody reads standard output any more, which is not said. An error of our own making passes
-    through with its traceback, as exit code 1.
+    2: an input or the environment is at fault; 3: nothing fits; 4: a run failed; 75: stopped in order; 130:
+    interrupted; 141: the reader of standard output has ended, which prints no line. An internal error passes through
+    with its traceback, as exit code 1.
     """
     raise SystemExit(_exit_code(app, sys.argv[1:] if arguments is None else arguments))
 
@@ -194,7 +194,7 @@ def _culprit(error: OSError | MemoryError) -> ShardwrightError:
 
 def _reported(error: ShardwrightError) -> int:
     if sys.stderr is not None and not isinstance(error, ReaderGone):
-        # Where nobody reads it, as in `2>&1 | head -1`, there is nobody to tell.
+        # If nobody reads it, as in `2>&1 | head -1`, the message is dropped.
         with suppress(BrokenPipeError):
             print(f"error: {error}", file=sys.stderr)
     if sys.stdout is not None:
@@ -223,7 +223,7 @@ def _add(parser: ArgumentParser, option: Option, meaning: str) -> None:
     if option.is_positional:
         settings["metavar"] = option.name
         if not option.is_required:
-            settings |= {"nargs": "?", "default": None}  # argparse would take SUPPRESS for a text to be converted
+            settings |= {"nargs": "?", "default": None}  # argparse would treat SUPPRESS as a string to convert
         elif option.repeats:
             settings["nargs"] = "+"
         parser.add_argument(option.field, **settings)
@@ -236,9 +236,9 @@ def _add(parser: ArgumentParser, option: Option, meaning: str) -> None:
 
 
 def _refuse_lost_inputs(options: Sequence[Option], values: Mapping[str, Any]) -> None:
-    """Raise BadInput if a file to write is one that another option names too: it would be replaced.
+    """Raise BadInput if a file to write is also named by another option, because it would be replaced.
 
-    A folder may be named twice; what stands in it is the command's own concern.
+    A folder may be named twice; its contents are the command's responsibility.
     """
     seen: dict[str, str] = {}
     for option in sorted(options, key=lambda each: each.is_written):
@@ -246,7 +246,7 @@ def _refuse_lost_inputs(options: Sequence[Option], values: Mapping[str, Any]) ->
         for path in value if isinstance(value, list) else (value,):
             if not isinstance(path, Path):
                 continue
-            resolved = os.path.realpath(path)  # of a circle of links, too, which the command refuses
+            resolved = os.path.realpath(path)  # also for a cycle of links, which the command refuses
             if option.is_written and resolved in seen and Path(resolved).is_file():
                 raise BadInput(option.name, f"{path} is {seen[resolved]}, too", "choose another file")
             seen[resolved] = option.name

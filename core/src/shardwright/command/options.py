@@ -22,11 +22,11 @@ class Off(NamedTuple):
 
 
 class _Positional(NamedTuple):
-    """Marks an argument without a name: see POSITIONAL."""
+    """The type of `POSITIONAL`, which marks an argument without a name."""
 
 
 POSITIONAL = _Positional()
-"""Marks an argument that is given by its place, without a name."""
+"""Marks an argument that is given by its position, without a name."""
 
 
 class Option(NamedTuple):
@@ -34,11 +34,11 @@ class Option(NamedTuple):
 
     field: str
     spelling: str
-    """The field's name, or what it is called outside."""
+    """The field's name, or its name on the command line if that differs."""
     type: Any
-    """Its type without None and limits; the type of one value if the option may be repeated."""
+    """The option's type without None and limits; the type of one value if the option may be repeated."""
     metas: tuple[msgspec.Meta, ...]
-    """Its limits."""
+    """The option's limits and description."""
     is_required: bool
     default: Any
     is_positional: bool
@@ -46,11 +46,11 @@ class Option(NamedTuple):
     off: str | None
     """The flag that switches a bool off."""
     description: str
-    """Description by its type."""
+    """Description that the option's type provides."""
 
     @property
     def name(self) -> str:
-        """Return the option's name, as the command line and error messages show it."""
+        """Return the option's name, as shown on the command line and in error messages."""
         return self.spelling.upper() if self.is_positional else f"--{self.spelling.replace('_', '-')}"
 
     @property
@@ -60,7 +60,7 @@ class Option(NamedTuple):
 
     @property
     def is_written(self) -> bool:
-        """Return whether the option names a file or folder that the command writes, known by the option's name."""
+        """Return whether the option names a file or folder that the command writes, judging by the option's name."""
         return (self.field in _WRITTEN or self.field.endswith("_out")) and not self.is_positional
 
     @property
@@ -70,7 +70,7 @@ class Option(NamedTuple):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Return the only accepted values, if the option has a fixed set of them."""
+        """Return the accepted values if the option has a fixed set of them, else nothing."""
         if get_origin(self.type) is Literal:
             return tuple(map(str, get_args(self.type)))
         is_enum = isinstance(self.type, type) and issubclass(self.type, Enum)
@@ -82,7 +82,7 @@ class Option(NamedTuple):
         return " and ".join(filter(None, _bounds(self.metas)))
 
     def value(self, text: str) -> object:
-        """Convert a text to the option's value; raise BadInput naming the option if the text is invalid."""
+        """Convert a string to the option's value; raise BadInput, naming the option, if the string is invalid."""
         if not text or "\n" in text or has_controls(text):
             raise BadInput(self.name, f"{text!r} is empty, not UTF-8 or contains a control character", "give another")
         if self.type is Path:
@@ -95,7 +95,7 @@ class Option(NamedTuple):
             raise BadInput(self.name, f"{text!r} is out of range or not a value", f"give {wanted}") from None
 
     def _path(self, path: Path) -> Path:
-        """A path that has a name for other files to be named after: the folder that one is in, for `.`."""
+        """Return a path with a name from which other file names can be made: for `.`, the folder's absolute path."""
         named = path if path.name else path.absolute()
         if not named.name:
             raise BadInput(self.name, f"{str(path)!r} has no name", "name a file or a folder in it")
@@ -103,7 +103,7 @@ class Option(NamedTuple):
 
 
 _WRITTEN = frozenset(("certificate", "html", "out", "picture", "svg", "trace"))
-"""Names of options that a command writes; an argument by its place is read."""
+"""Names of options for files that a command writes; positional arguments are files to read."""
 _NOUNS = {int: "a whole number", float: "a number", str: "a text"}
 _PLACEHOLDERS = {Path: "PATH", int: "INT", float: "NUMBER"}
 
@@ -111,7 +111,7 @@ _PLACEHOLDERS = {Path: "PATH", int: "INT", float: "NUMBER"}
 def options_of(kind: type[Options]) -> Iterator[Option]:
     """Yield the options of a struct, in its order.
 
-    Raises TypeError if a number has no limits, so that no command line can take any.
+    Raises TypeError if a number has no limits, so that no command can accept a number without limits.
     """
     hints = get_type_hints(kind, include_extras=True)
     for field in msgspec.structs.fields(kind):
@@ -152,7 +152,7 @@ def _unwrapped(hint: object) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _bounds(metas: tuple[msgspec.Meta, ...]) -> tuple[str, str]:
-    """Return the lower and the upper limit in words; the tightest of each, since a type may narrow another type."""
+    """Return the lower and the upper limit in words: the tightest of each, since a type may narrow another type."""
     lows = [(meta.ge, "at least") for meta in metas if meta.ge is not None]
     lows += [(meta.gt, "above") for meta in metas if meta.gt is not None]
     highs = [(meta.le, "at most") for meta in metas if meta.le is not None]

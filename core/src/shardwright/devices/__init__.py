@@ -1,1 +1,1 @@
-"""The home of devices: one table of published figures, each with its source, and whatever is looked up by a device."""
+"""The home of devices: one table of published figures with their sources, and whatever is looked up by device."""

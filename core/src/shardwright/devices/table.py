@@ -20,16 +20,16 @@ _WORD = re.compile(r"RTX|PRO|[A-Z]*\d+(?:[A-Z]{1,2}(?![A-Z]))?|[A-Z]+")
 _FORM = re.compile(r"(SXM|PCIE|OAM|NVL|HBM)\d*E?")
 _MEMORY = re.compile(r"(\d{2,3})(?:GB?)?")
 _OFFERED = 0.93
-"""The least share of its nominal gigabytes that a device's driver offers: an L40S and a B200 have the least, 0.93."""
+"""Lowest ratio of the memory that a device's driver reports to its nominal gigabytes: 0.93, of an L40S and a B200."""
 _GIB = 2**30
 _FORM_OF_LINK = {"nvlink": "SXM", "xgmi": "OAM", "pcie": "PCIE"}
 
 
 class Known(NamedTuple):
-    """Facts of a device by which a name is matched: words, form, memory and number."""
+    """Facts of a device with which a name is compared: words, form, memory and number."""
 
     labels: tuple[str, ...]
-    """Its key, and its names."""
+    """The device's key, and its names."""
     link: str
     memory_bytes: int | None
 
@@ -45,8 +45,8 @@ class _Spelling(NamedTuple):
 def devices_meant(name: str, devices: Mapping[str, Known]) -> tuple[str, ...]:
     """Return the keys of the devices that a name may mean.
 
-    A name means a device if each of its words, its form (SXM, PCIe) and its memory are the device's, and the device's
-    number is among its words. A name with exactly the words of some devices means only these.
+    A name means a device if all of the name's words, form (SXM, PCIe) and memory apply to the device, and the device's
+    number is among the name's words. If the name has exactly the words of some devices, it means only these.
     """
     written = _spelling(name)
     if not written.words:
@@ -80,7 +80,7 @@ def _fits(written: _Spelling, device: Known) -> bool:
 
 
 def _has_memory(device: Known, memory_gb: int | None) -> bool:
-    """Return whether a device may be sold with a memory: its driver offers a little less, in GB or in GiB."""
+    """Return whether a device may be sold as having this memory: its driver reports a little less, in GB or GiB."""
     if memory_gb is None or device.memory_bytes is None:
         return True
     return _OFFERED * memory_gb * 1e9 <= device.memory_bytes <= memory_gb * _GIB
@@ -94,30 +94,32 @@ _MAX_BYTES = 2**20
 _Text = Annotated[str, Meta(min_length=1)]
 _Share = Annotated[float, Meta(gt=0, le=1)]
 _LINK_STEP_S = {"nvlink": 3e-6, "xgmi": 3e-6, "pcie": 6e-6}
-"""Rounded from NCCL's own cost model (src/graph/tuning.cc, protocol Simple)."""
+"""Latency of one step of a collective, in seconds, by kind of link; rounded from NCCL's own cost model
+(src/graph/tuning.cc, protocol Simple)."""
 
 
 class Device(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A kind of device. A figure that nobody confirmed is absent, and each that is there has a source."""
+    """A kind of device. A figure that nobody confirmed is absent, and every other figure has a source."""
 
     names: Annotated[tuple[_Text, ...], Meta(min_length=1)]
     """Names of the device as its driver gives them."""
     short_names: tuple[_Text, ...] = ()
-    """Short names that stand for this device, although several similar ones exist."""
+    """Short names that mean this device, although there are several similar ones."""
     peaks: dict[Literal["float32", "tf32", "float16", "bfloat16", "fp8", "nvfp4"], Rate] = {}  # noqa: RUF012 (msgspec copies it)
-    """Dense matrix products by number format, in FLOP/s."""
+    """Rate of dense matrix products by number format, in FLOP/s."""
     peaks_source: _Text | None = None
     best_product: _Share | None = None
-    """Share of the peak that the best matrix product in 16 bit was measured to reach."""
+    """Share of the peak that the best matrix product in 16 bits was measured to reach."""
     best_product_source: _Text | None = None
     best_fp8_product: _Share | None = None
     """Share of the peak that the best matrix product in FP8 was measured to reach."""
     best_fp8_product_source: _Text | None = None
     reached: dict[Literal["bfloat16", "fp8", "nvfp4"], _Share] = {}  # noqa: RUF012 (msgspec copies it)
-    """Share of the peak that products of whole training steps reach, if it differs from what `best_product` implies."""
+    """Share of the peak that matrix products of whole training steps reach, if it differs from what `best_product`
+    implies."""
     reached_source: _Text | None = None
     mxfp8: bool = False
-    """Whether its matrix units scale blocks of 32 elements in FP8 (MXFP8), as Blackwell's do."""
+    """Whether the device's matrix units scale blocks of 32 elements in FP8 (MXFP8), as Blackwell's do."""
     flash_attention: _Share | None = None
     """Share of the peak that FlashAttention-2 was measured to reach."""
     flash_attention_source: _Text | None = None
@@ -131,22 +133,25 @@ class Device(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     link: Literal["nvlink", "xgmi", "pcie"] = "pcie"
     """Kind of link between the devices of a node."""
     link_bytes_per_s: Rate | None = None
-    """Bandwidth of that link in one direction."""
+    """Bandwidth of `link` in one direction."""
     domain_devices: Ranks | None = None
-    """The largest number of devices that the link joins, across nodes too; None: the devices of one node."""
+    """The largest number of devices that the link connects, also across nodes; None if it is the devices of one
+    node."""
     domain_devices_source: _Text | None = None
     link_bytes_per_s_source: _Text | None = None
     all_reduce_s: Annotated[tuple[tuple[PositiveBytes, PositiveSeconds], ...], Meta(min_length=1)] | None = None
-    """Bytes of messages, ascending, and the times that 8 devices of a node were measured to all_reduce them in."""
+    """Pairs of a message's bytes, ascending, and the measured time of an all_reduce of it by the 8 devices of a
+    node."""
     all_reduce_s_source: _Text | None = None
     pcie_bytes_per_s: Rate | None = None
     """Bandwidth of PCIe in one direction."""
     pcie_bytes_per_s_source: _Text | None = None
     host_bytes_per_s: Rate | None = None
-    """Rate of copies to or from host memory in one direction while all devices of a node copy; None: that of PCIe."""
+    """Rate of copies to or from host memory in one direction while all devices of a node copy; None if it is PCIe's
+    rate."""
     host_bytes_per_s_source: _Text | None = None
     host_updates_per_s: Rate | None = None
-    """Parameters that the host of a node updates a second with AdamW for each of its devices, all at once."""
+    """Parameters per second that a node's host updates with AdamW for each of its devices, while it does for all."""
     host_updates_per_s_source: _Text | None = None
     network_bytes_per_s: Rate | None = None
     """Bandwidth from a node to others for each of its devices, in one direction."""
@@ -154,7 +159,7 @@ class Device(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     skypilot: _Text | None = None
     """Name of the device in SkyPilot's catalogue."""
     usd_per_hour: NonNegativeNumber | None = None
-    """Price that one provider asks for one device; indicative."""
+    """Price per hour that one provider asks for one device; indicative."""
     usd_per_hour_source: _Text | None = None
 
     def __post_init__(self) -> None:
@@ -169,7 +174,7 @@ class Device(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def link_step_s(self) -> float:
-        """The latency of one step of a collective between two devices of a node."""
+        """Return the latency of one step of a collective between two devices of a node, in seconds."""
         return _LINK_STEP_S[self.link]
 
 
@@ -177,7 +182,7 @@ class DeviceTable(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every known device by its short key."""
 
     revised: Annotated[str, whole(r"\d{4}-\d{2}-\d{2}")]
-    """Day on which the table was last changed: the date of what is made from it."""
+    """Day on which the table was last changed, which is also the date of everything made from it."""
     devices: Annotated[dict[_Text, Device], Meta(min_length=1)]
 
     def __post_init__(self) -> None:
@@ -189,12 +194,12 @@ class DeviceTable(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 seen.add(name)
 
     def key_of(self, name: str) -> str:
-        """Return the key of the device that a name means; a name of no device, or of several, is returned unchanged."""
+        """Return the key of the device that a name means; the name itself if it means no device or several."""
         meant = self.meant_by(name)
         return meant[0] if len(meant) == 1 else name
 
     def meant_by(self, name: str) -> tuple[str, ...]:
-        """The keys or the driver's name of the devices that a name may mean; of a key or a driver's name, itself."""
+        """Return the keys of the devices that a name may mean; a key or a driver's name means only itself."""
         if name in self.devices or any(name in device.names for device in self.devices.values()):
             return (name,)
         return devices_meant(
@@ -227,14 +232,14 @@ def read_devices(path: Path | None = None) -> DeviceTable:
 
 @cache
 def shipped_devices() -> Mapping[str, Device]:
-    """Return the devices of this package's table, keyed by the names that drivers report."""
+    """Return the devices of this package's table, by the names that drivers report."""
     return {name: device for device in read_devices().devices.values() for name in device.names}
 
 
 def device_named(table: DeviceTable, name: str, option: str = "--device") -> tuple[str, Device]:
-    """Return the device that a name means, and the driver's name for it, under which its profiles are stored.
+    """Return the driver's name and the figures of the device that a name means; profiles are stored under that name.
 
-    Raises BadInput naming the option that has the name when the table has no such device, or several.
+    Raises BadInput, naming `option`, if the table has no such device, or several.
     """
     meant = table.meant_by(name)
     if len(meant) > 1:
@@ -264,7 +269,7 @@ _FIGURES = (
     ("network, GB/s", "network_bytes_per_s", 1e9),
     ("USD an hour, indicative", "usd_per_hour", 1),
 )
-"""Figures as people read them, with the unit of each."""
+"""Figures with their labels for people, and the unit of each."""
 
 
 def device_lines(table: DeviceTable) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Model FLOPs utilization (MFU): the share of the devices' published peak that a model's operations use."""
+"""Model FLOP utilization (MFU): the share of the devices' published peak that a model's operations use."""
 
 from typing import NamedTuple
 
@@ -20,22 +20,22 @@ class Utilization(NamedTuple):
     """Model FLOP utilization (MFU): achieved over peak FLOP/s, by how attention's operations are counted."""
 
     causal: float
-    """Pairs of positions that attention sees: about half of all pairs if attention is causal."""
+    """Counting pairs of positions that attention sees: about half of all pairs if attention is causal."""
     full_square: float
-    """All pairs of positions, masked ones included, except those outside a sliding window."""
+    """Counting all pairs of positions, including masked ones, except those outside a sliding window."""
 
     @property
     def words(self) -> str:
-        """`MFU 38.4% (full-square 57.1%)`; one figure if no attention is causal."""
+        """Return the utilization as `MFU 38.4% (full-square 57.1%)`, or one figure if no attention is causal."""
         other = "" if self.causal == self.full_square else f" (full-square {self.full_square:.1%})"
         return f"MFU {self.causal:.1%}{other}"
 
 
 def model_flops_utilization(plan: Plan, step_time_s: float) -> Utilization | None:
-    """Return the model FLOP utilization of a plan at a step time; None if the device's peak is not known.
+    """Return the model FLOP utilization of a plan at a step time; None if a device's peak is not known.
 
-    The peak of each device is the one of the plan's number format in the table of devices; None if that has none.
-    A backward pass counts twice a forward pass, less for what is frozen; what is recomputed does not count.
+    Each device's peak is the table's figure for the plan's number format. A backward pass counts as two forward passes,
+    less for what is frozen; recomputation does not count.
     """
     products = "tf32" if plan.precision.tf32 else plan.precision.compute
     devices = [shipped_devices().get(plan.cluster.of_rank(rank).device) for rank in range(plan.world_size)]
@@ -51,10 +51,10 @@ def model_flops_utilization(plan: Plan, step_time_s: float) -> Utilization | Non
 
 
 def _masked_flops(model: Model, type_name: str) -> float:
-    """Return the operations of a forward pass over a sample whose scores a causal mask leaves out.
+    """Return the operations of a forward pass over a sample for scores that a causal mask leaves out.
 
-    A window of w of n positions counts w (2 n - w) pairs, as many after a position as before it; a causal mask leaves
-    (that + w) / 2 of them.
+    A window of w of n positions counts p = w (2 n - w) pairs, as many after a position as before it; a causal mask
+    leaves (p + w) / 2 of them.
     """
     if model.family not in FAMILIES:
         return 0.0
@@ -73,7 +73,7 @@ def _masked_flops(model: Model, type_name: str) -> float:
 def _is_causal(family: Family, heads: Heads) -> bool:
     """Return whether positions attend only to themselves and to earlier positions, as in a decoder.
 
-    That positions of an image see all of it, in some families, does not count: these are few of a sample's.
+    In some families, positions of an image also see later ones; this is ignored, as they are few.
     """
     decodes = len(family.states) > 1 and heads.queries == family.states[-1]
     return heads.queries == heads.keys and (decodes or family.attention.mask is Mask.CAUSAL)

@@ -9,7 +9,7 @@ from shardwright.display.units import bytes_text
 
 
 class ChartAxis(NamedTuple):
-    """Values from `low` to `high`, drawn from `start` to `end` (px), with round values named."""
+    """Values from `low` to `high`, drawn from `start` to `end` (px), with labels at round values."""
 
     low: float
     high: float
@@ -33,7 +33,7 @@ def linear_axis(
 
 
 def bytes_axis(high: float, start: float, end: float, count: int = 5) -> ChartAxis:
-    """Return a linear axis of bytes from 0, whose marks are round in binary units."""
+    """Return a linear axis of bytes from 0, with marks at round values in binary units."""
     unit = next(2.0**power for power in (30, 20, 10, 0) if high >= 2**power or power == 0)
     return ChartAxis(
         0, high, start, end, [(value * unit, bytes_text(value * unit)) for value in ticks(high / unit, count)]
@@ -45,7 +45,7 @@ def logarithmic_axis(
 ) -> ChartAxis:
     """Return an axis on which equal distances are equal ratios.
 
-    Powers of `base` are named, and where `base` is 10 and the axis short, twice and five times each of them.
+    Powers of `base` are labelled; if `base` is 10 and the axis short, also twice and five times each power.
     """
     low, high = low / 1.15, high * 1.15
     steps = (1, 2, 5) if base == 10 and high < 300 * low else (1,)
@@ -55,7 +55,7 @@ def logarithmic_axis(
 
 
 class Panel(NamedTuple):
-    """A field of two axes; `y.start` is its lower edge."""
+    """A plotting area with two axes; `y.start` is its lower edge."""
 
     x: ChartAxis
     y: ChartAxis
@@ -76,7 +76,7 @@ class Panel(NamedTuple):
         return "".join(drawn)
 
     def curve(self, points: Iterable[tuple[float, float]], number: int, width: float = 1.2) -> str:
-        """Return a line through points, in the colour of a series."""
+        """Return a line through points, in the colour of the series with this number."""
         places = " ".join(f"{self.x.at(x):.1f},{self.y.at(y):.1f}" for x, y in points)
         look = {"fill": "none", "stroke": PALETTE[number % 8], "stroke_width": width, "stroke_linejoin": "round"}
         return element("polyline", points=places, **look)

@@ -9,9 +9,9 @@ from textwrap import TextWrapper
 from typing import NamedTuple
 
 _FRAME = 3
-"""Characters that a column needs in addition to its cells: a line and two spaces."""
+"""Number of characters that a column needs in addition to its cells: a line and two spaces."""
 _WORDS_WIDTH = 40
-"""The least width, in characters, of a column of words that is wider than this."""
+"""Width, in characters, below which a column of words is not narrowed to fit the line."""
 
 
 class PrintedColumn(NamedTuple):
@@ -25,7 +25,7 @@ class PrintedColumn(NamedTuple):
 
     @property
     def min_width(self) -> int:
-        """Return the least width, in characters, when all that may be wrapped is."""
+        """Return the least width, in characters, if everything that may be wrapped is wrapped."""
         heading = max(map(len, self.heading.split()), default=0)
         return max(heading, min(self._widest, _WORDS_WIDTH) if self.is_words else self._widest)
 
@@ -44,8 +44,8 @@ def split_columns(
 ) -> list[list[PrintedColumn]]:
     """Return the columns of each part of a split table: all leading columns, and as many of the others as fit.
 
-    `repeated`: number of columns that each table begins with; `room`: characters of a line; `most`: columns of a table.
-    A table has one other column at least, even if there is no room for it.
+    `repeated`: number of leading columns, with which each part begins; `room`: characters per line; `most`: largest
+    number of columns of a part. Each part has at least one other column, even if it does not fit.
     """
     first, blocks = list(columns[:repeated]), [list(columns[:repeated])]
     for column in columns[repeated:]:
@@ -57,7 +57,7 @@ def split_columns(
 
 
 def widths_of(columns: Sequence[PrintedColumn], room: int) -> list[int]:
-    """Return the width of each column of one table: its least width, and a share of the characters that are left."""
+    """Return the width of each column of one table: its least width, and a share of the remaining characters."""
     widths, spare = [column.min_width for column in columns], room - _taken(columns)
     for number, column in enumerate(columns):
         more = max(0, min(spare, column.max_width - column.min_width))
@@ -74,12 +74,12 @@ def _taken(columns: Sequence[PrintedColumn]) -> int:
 
 
 PIPED_WIDTH = 100
-"""Characters of a line if the output is not a terminal and COLUMNS is not set."""
+"""Number of characters per line if the output is not a terminal and COLUMNS is not set."""
 _QUOTED = re.compile(r"(?:\"[^\"]*\"|'[^']*'|[^\s\"'])+")
 
 
 def line_width() -> int:
-    """Return the width of a line of standard output: its terminal's, else COLUMNS, else `PIPED_WIDTH`."""
+    """Return the width of a line of standard output: the terminal's width, else COLUMNS, else `PIPED_WIDTH`."""
     is_known = sys.stdout.isatty() or environ.get("COLUMNS", "").isdigit()
     return get_terminal_size((PIPED_WIDTH, 24)).columns if is_known else PIPED_WIDTH
 
@@ -90,7 +90,7 @@ def wrapped(lines: Iterable[str], width: int) -> str:
 
 
 def wrapped_command(command: str, width: int) -> str:
-    """Return an indented shell command, wrapped with backslashes; quoted words stay whole."""
+    """Return an indented shell command, wrapped with backslashes; quoted words are not split."""
     indent, lines = command[: len(command) - len(command.lstrip())], [""]
     for word in _QUOTED.findall(command):
         if lines[-1] and len(f"{indent}    {lines[-1]} {word} \\") > width:

@@ -15,7 +15,7 @@ Row = tuple[Sequence[str], Sequence[str], bool]
 def html_page(title: str, first_line: str, body: str, script: str = "") -> str:
     """Return a self-contained page with a title and a first line (HTML) above its body.
 
-    `script`: JavaScript that runs once all is there.
+    `script`: JavaScript that runs after the page is loaded.
     """
     run = f"<script>{script}</script>" if script else ""
     style = STYLE + files("shardwright.display").joinpath("page.css").read_text(encoding="utf-8")
@@ -29,9 +29,9 @@ def html_page(title: str, first_line: str, body: str, script: str = "") -> str:
 
 
 def with_contents(sections: Iterable[tuple[str, str]], note: str = "", before: str = "") -> str:
-    """Return a table of contents, the introduction, and the sections, each with a title and HTML.
+    """Return a table of contents, the introduction `before`, and the sections, each with a title and HTML.
 
-    `note` is below the list, in words.
+    `note`: text below the table of contents.
     """
     parts = listed = ""
     for number, (title, content) in enumerate(sections, start=1):
@@ -47,9 +47,9 @@ def html_figure(title: str, draw: Callable[[float], str]) -> str:
 
 
 def html_drawings(draw: Callable[[float], str]) -> str:
-    """Return a picture drawn twice: at the width of the page, and at the width of a phone, of which one is shown.
+    """Return a picture drawn twice, at the width of a page and of a phone; the page shows the one that suits its width.
 
-    So words in it are as large as they are on a wide page.
+    Thus words in the picture have the same size on both.
     """
     return f'<div class="either">{html_drawing(draw(WIDTH))}<div class="narrow">{draw(NARROW)}</div></div>'
 
@@ -72,9 +72,9 @@ def html_list(sentences: Iterable[str]) -> str:
 
 
 def html_table(words: Sequence[str], numbers: Sequence[str], rows: Sequence[Row]) -> str:
-    """Return a table whose last columns are `numbers`; empty if it has no row.
+    """Return a table whose last columns are `numbers`; empty if it has no rows.
 
-    Each cell carries its column's name, which a narrow page shows beside it, a row below another.
+    Each cell contains its column's name, which a narrow page shows next to it, with one cell below another.
     """
     if not rows:
         return ""
@@ -92,30 +92,30 @@ def _row(names: Sequence[str], words: Sequence[str], numbers: Sequence[str], sta
     return f"<tr{style}>{cells}</tr>"
 
 
-# Sections of a page in Markdown, with all texts escaped.
+# Sections of a page in Markdown, with all strings escaped.
 
 
 _SIGNS = re.compile(r"[\\`*\[\]<>|&]")
 
 
 class Section(NamedTuple):
-    """A part of a page: its title, empty if it has none, its paragraphs, and a table whose first columns are texts.
+    """A part of a page: its title (may be empty), its paragraphs, and a table whose first columns are words.
 
-    All are plain texts; each format escapes them as it is written.
+    All are plain strings; each format escapes them when it is written.
     """
 
     title: str
     paragraphs: Sequence[str]
     words: Sequence[str] = ()
-    """Headings of the columns of texts."""
+    """Headings of the columns of words."""
     numbers: Sequence[str] = ()
-    """Headings of the columns of numbers, which follow the columns of text."""
+    """Headings of the columns of numbers, which follow the columns of words."""
     rows: Sequence[Sequence[str]] = ()
-    """Cells of each row: of texts, then of numbers."""
+    """Cells of each row: words, then numbers."""
 
     @property
     def markdown(self) -> str:
-        """Return the section, which ends in a line break."""
+        """Return the section in Markdown, ending with a line break."""
         heading = [f"## {markdown_text(self.title)}", ""] if self.title else []
         paragraphs = [line for text in self.paragraphs for line in (markdown_text(text), "")]
         rule = (*("---" for _ in self.words), *("---:" for _ in self.numbers))
@@ -125,7 +125,7 @@ class Section(NamedTuple):
 
 
 def markdown_text(text: str) -> str:
-    """Return a text on one line with Markdown's special characters escaped."""
+    """Return text on one line with Markdown's special characters escaped."""
     return _SIGNS.sub(r"\\\g<0>", " ".join(text.split()))
 
 

@@ -34,7 +34,7 @@ class _Layout(NamedTuple):
     row: float
     """Height of a stage."""
     gap: float
-    """Space between two stages, in which their names are where nothing is left of the cells."""
+    """Space between two stages, which contains their names if there is no space left of the cells."""
 
     def top(self, stage: int) -> float:
         """Return the upper edge of a stage."""
@@ -43,10 +43,10 @@ class _Layout(NamedTuple):
 
 _WIDE, _SLIM = _Layout(WIDTH, 150.0, 46.0, 8.0), _Layout(NARROW, 0.0, 34.0, 22.0)
 _SIZE = 70.0
-"""Width in px of a size in words."""
+"""Width in px of a size written as text."""
 _WORD = 30.0
-"""Width in px that the words above a cell need."""
-# Recomputed layers are hatched, so that the colour is left for how they are sharded.
+"""Width in px that the text above a cell needs."""
+# Recomputed layers are hatched, so that the colour can show how they are sharded.
 _HATCH = (
     '<pattern id="hatch" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     '<rect width="2.6" height="7" fill="#fff" fill-opacity="0.5"/></pattern>'
@@ -54,7 +54,7 @@ _HATCH = (
 
 
 class _Cell(NamedTuple):
-    """A layer of a plan, or equal neighbours of one stage together."""
+    """A layer of a plan, or several equal neighbouring layers of one stage."""
 
     name: str
     strategy: Strategy
@@ -63,7 +63,7 @@ class _Cell(NamedTuple):
 
 
 def draw_plan(plan: Plan, across: float = WIDTH, *, together: bool = False) -> str:
-    """Draw a plan as inline SVG, WIDTH or NARROW px across; equal neighbours of a stage are one bar if `together`."""
+    """Draw a plan as inline SVG, WIDTH or NARROW px wide; if `together`, equal neighbours of a stage are one bar."""
     layout = _WIDE if across == WIDTH else _SLIM
     layers = [_Cell(str(i), layer, plan.stage_of(f"layers[{i}]")) for i, layer in enumerate(plan.layers)]
     head = _Cell(HEAD, plan.head, plan.stage_of(HEAD))
@@ -115,7 +115,7 @@ def _bar(x: float, y: float, width: float, height: float, cell: _Cell) -> str:
         edge = x + width if name == EMBEDDING else x
         drawn += line(edge, y + 3, edge, y + height - 3, stroke=PAPER, stroke_width=4)
     if wide >= _WORD:
-        # A colour alone would tell tensor-parallel sizes apart by its brightness only.
+        # By colour only, tensor-parallel sizes would differ in nothing but brightness.
         words = f"tp{strategy.tp_size}"
         drawn += text(x + width / 2, y + height / 2 + 4, words, "on", text_anchor="middle", pointer_events="none")
     return drawn
@@ -159,7 +159,7 @@ def draw_memory(estimate: Estimate, budget_bytes: int | None, across: float = WI
     terms = [term for stage in estimate.stages for term, size in stage.memory_terms_bytes.items() if size]
     drawn_terms = list(dict.fromkeys(terms))
     peak = max(*(sum(stage.memory_terms_bytes.values()) for stage in estimate.stages), estimate.memory_bytes)
-    # A budget far above what is needed is said in words: drawn to scale it would leave no picture.
+    # A budget far above the need is stated in words: drawn to scale, it would leave no space for the rest.
     budget_shown = budget_bytes if budget_bytes is not None and budget_bytes <= 2.5 * peak else 0
     axis = bytes_axis(max(peak, budget_shown) * 1.02, left, width - right, marks)
     bottom = top + len(estimate.stages) * (height + gap)

@@ -19,14 +19,14 @@ def strategy_words(strategy: Strategy) -> str:
 
 
 def range_words(low: int, high: int) -> str:
-    """Return the name of layers `low` to `high`, exclusive."""
+    """Return the name of the layers from `low` to `high`, exclusive."""
     return _layers_words(range(low, high))
 
 
 def layer_runs(plan: Plan, low: int, high: int) -> tuple[str, ...]:
-    """Return the strategies of layers `low` to `high`, exclusive, each with the layers that have it.
+    """Return the strategies of the layers from `low` to `high`, exclusive, each with the layers that have it.
 
-    If types of block alternate, they are not shown apart.
+    If block types alternate, layers with the same strategy are shown together, whatever their types.
     """
     types = [kind for kind, _ in groupby(plan.model.layers)]
     shown = plan.layers if len(types) == len(set(types)) else [strategy_words(layer) for layer in plan.layers]
@@ -37,16 +37,16 @@ def layer_runs(plan: Plan, low: int, high: int) -> tuple[str, ...]:
 
 
 def _layers_words(layers: Sequence[int]) -> str:
-    """Return the name of growing numbers of layers, such as `layers 0-2, 5`."""
+    """Return the name of layers with ascending numbers, such as `layers 0-2, 5`."""
     runs = [[i for _, i in run] for _, run in groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0])]
     named = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
     return f"layer {named}" if len(layers) == 1 else f"layers {named}"
 
 
 def shape_words(plan: Plan) -> str:
-    """Return pipeline degree, microbatches and schedule, such as `pp2, 4 microbatch(es), 1f1b`.
+    """Return pipeline degree, micro-batches and schedule, such as `pp2, 4 microbatch(es), 1f1b`.
 
-    With ranks if stages differ.
+    Includes the stages' numbers of ranks if these differ.
     """
     widths = [len(stage.ranks) for stage in plan.stages]
     ranks = f" of {' + '.join(map(str, widths))} ranks" if len(set(widths)) > 1 else ""
@@ -75,7 +75,7 @@ def _placement_words(plan: Plan) -> str:
 
 
 def stage_lines(plan: Plan) -> list[str]:
-    """Return the ranks of each pipeline stage and the strategies of its layers, embedding and head, a line each."""
+    """Return the ranks of each pipeline stage and the strategies of its layers, embedding and head, one per line."""
     lines = []
     for index, stage in enumerate(plan.stages):
         parts = [f"embedding: {strategy_words(plan.embedding)}"] if index == 0 else []
@@ -89,7 +89,7 @@ def stage_lines(plan: Plan) -> list[str]:
 
 
 def shape_and_runs(plan: Plan) -> list[str]:
-    """Return a plan's shape, and the strategies of its layers, a line each."""
+    """Return a plan's shape and the strategies of its layers, one per line."""
     return [
         shape_words(plan),
         *(run for stage in plan.stages for low, high in stage.layers for run in layer_runs(plan, low, high)),
@@ -97,7 +97,7 @@ def shape_and_runs(plan: Plan) -> list[str]:
 
 
 def layers_summary(plan: Plan) -> str:
-    """Return how many layers have which strategy, in order and by stage, after the parts common to all layers."""
+    """Return how many layers have which strategy, in order and by stage, after what is common to all layers."""
     parts = [tuple(_strategy_parts(layer)) for layer in plan.layers]
     shared = [part for part in parts[0] if len(set(parts)) > 1 and all(part in others for others in parts)]
     stages = []
@@ -133,7 +133,8 @@ def _strategy_parts(strategy: Strategy) -> Iterator[str]:
         yield f"offload {strategy.offload}"
 
 
-# Utilization of each node type of a mixed cluster in a step: which type binds, how long it idles, at what cost.
+# Utilization of each node type of a mixed cluster in a step: which type is the bottleneck, how long each idles, and
+# what that costs.
 
 
 class NodeTypeUse(NamedTuple):
@@ -143,11 +144,11 @@ class NodeTypeUse(NamedTuple):
     stages: int
     ranks: int
     busiest_s: float
-    """The longest that one of its stages computes or reduces."""
+    """The longest time in which one of the type's stages computes or reduces."""
     idle_share: float
-    """Share of its ranks' time, until the last stage is done, in which they idle."""
+    """Idle time of the type's ranks, as a share of their time until the last stage is done."""
     idle_usd: float | None
-    """Price of the idle time in a step; None: the type has no price."""
+    """Price of the idle time in a step; None if the type has no price."""
 
 
 def node_type_uses(plan: Plan, estimate: Estimate) -> tuple[NodeTypeUse, ...]:
@@ -166,7 +167,7 @@ def node_type_uses(plan: Plan, estimate: Estimate) -> tuple[NodeTypeUse, ...]:
 
 
 def _use(plan: Plan, name: str, stages: list[tuple[int, float]], end_s: float) -> NodeTypeUse:
-    """Return the use of a type; `stages`: ranks and idle time of each."""
+    """Return the use of a node type; `stages`: the number of ranks and the idle time of each stage on it."""
     ranks, idle_rank_s = sum(width for width, _ in stages), sum(width * idle for width, idle in stages)
     node = plan.cluster.node_types[name]
     usd = None if node.usd_per_hour is None else idle_rank_s / 3600 * node.usd_per_hour / node.devices_per_node
@@ -175,5 +176,5 @@ def _use(plan: Plan, name: str, stages: list[tuple[int, float]], end_s: float) -
 
 
 def binding(uses: Sequence[NodeTypeUse]) -> NodeTypeUse:
-    """Return the one whose busiest stage takes the longest."""
+    """Return the use of the bottleneck: the node type whose busiest stage takes the longest."""
     return max(uses, key=lambda use: use.busiest_s)

@@ -13,9 +13,9 @@ from shardwright.types import DataParallel, Strategy
 WIDTH = 1020.0
 """Width of a picture, in px: the width of the report's page."""
 NARROW = 360.0
-"""Width of a picture on a telephone, in px, where its text is as large as drawn."""
+"""Width in px of a picture on a phone, where its text is as large as drawn."""
 
-# Mid-tones of Okabe & Ito's colours that any reader can tell apart, on white as on black.
+# Mid-tones of Okabe & Ito's colours, which all readers can distinguish, on white and on black.
 PALETTE = ("#3a86c8", "#e08a1e", "#2a9d76", "#c45a9c", "#8a7bd0", "#c9b01f", "#58b3d6", "#d0583a")
 INK, SOFT, LINE, FAINT, PAPER = "#1d2329", "#66707a", "#d9dee3", "#eef1f4", "#ffffff"
 """Colours of text, less important text, thin lines, empty areas and the background."""
@@ -41,7 +41,7 @@ DARK_PICTURES = f"""
     )
 } }}
 """
-"""Style sheet of pictures on a dark page; viewers that ignore it show them as on a light one."""
+"""Style sheet of pictures on a dark page; viewers that ignore it show them as on a light page."""
 
 
 def _variables(colours: dict[str, str]) -> str:
@@ -55,8 +55,8 @@ STYLE = f"""
 """Style sheet of a page with pictures: the same colours under names, light and dark."""
 
 _CHARACTER = 7.0
-"""Width of a character of 13 px text, for laying out; generous."""
-# Of a circle there are none; in units of its size.
+"""Width of a character of 13 px text, for layout; rather too large than too small."""
+# Corners of the signs, in units of their size; a circle has none.
 _CORNERS = (
     (),
     ((-1, -1), (1, -1), (1, 1), (-1, 1)),
@@ -70,7 +70,7 @@ SIGNS = 32
 
 
 def element(name: str, content: str = "", /, **attributes: object) -> str:
-    """Return one element; underscores in attribute names are hyphens, a trailing one is dropped."""
+    """Return one element; underscores in attribute names become hyphens, a trailing one is dropped."""
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(_attribute(value))}"' for key, value in attributes.items()
     )
@@ -78,7 +78,7 @@ def element(name: str, content: str = "", /, **attributes: object) -> str:
 
 
 def text(x: float, y: float, content: str, look: str = "", **attributes: object) -> str:
-    """Return a line of text; `y` is its baseline, `look` names of looks, such as `soft small`."""
+    """Return a line of text; `y`: its baseline, `look`: names of looks, such as `soft small`."""
     for name in look.split():
         attributes = _LOOKS[name] | attributes
     return element("text", escape(content), x=x, y=y, **attributes)
@@ -95,7 +95,7 @@ def line(x1: float, y1: float, x2: float, y2: float, stroke: str = LINE, **attri
 
 
 def marker(number: int, x: float, y: float, size: float = 4.0, title: str = "", colour: str = "") -> str:
-    """Return the sign of the series of this number, in a colour and a shape that 32 series do not share."""
+    """Return the sign of the series with this number; 32 series differ in colour or shape."""
     look = {"fill": colour or PALETTE[number % 8], "fill_opacity": 0.9}
     said = element("title", escape(title)) if title else ""
     corners = _CORNERS[(number + number // 8) % 4]
@@ -108,7 +108,8 @@ def marker(number: int, x: float, y: float, size: float = 4.0, title: str = "", 
 def legend(entries: Sequence[tuple[str, str]], x: float, y: float, width: float, mark: float = 13) -> tuple[str, float]:
     """Return a legend (marks with labels, as many in a row as fit) and its height.
 
-    An entry is the inside of a mark (an element drawn in a 13 x 13 box) and its words, broken where they are wider.
+    An entry is the content of a mark (an element drawn in a 13 x 13 box) and its label, which is wrapped if it is too
+    wide.
     """
     drawn, at, row = [], x, y
     for inside, words in entries:
@@ -142,7 +143,7 @@ def picture(content: str, width: float, height: float, label: str, definitions: 
 
 
 def document(drawing: str, margin: int = 12) -> str:
-    """Return a picture as the content of a separate file, with its style, paper and size in px."""
+    """Return a picture as the content of a separate file, with its style, background and size in px."""
     head, end, content = drawing.partition(">")
     width, height = (int(number) + 2 * margin for number in re.findall(r'viewBox="0 0 (\d+) (\d+)"', head)[0])
     head = re.sub(r'viewBox="[^"]*"', f'viewBox="{-margin} {-margin} {width} {height}"', head)
@@ -170,7 +171,7 @@ def _attribute(value: object) -> str:
 
 _BLUE, _ORANGE, _GREEN, _PINK, _VIOLET, _YELLOW, _SKY, _RED = PALETTE
 PREDICTED, MEASURED, VALIDATION, BUDGET = _ORANGE, _BLUE, _ORANGE, _RED
-"""Colours of what was predicted and measured, of validation, and of the most that is allowed."""
+"""Colours of predicted and measured values, of validation, and of limits."""
 
 _TERMS = {
     "forward": _BLUE,
@@ -188,7 +189,7 @@ _TERMS = {
     "process": "#a3abb3",
     "communicators": "#7b858f",
 }
-"""Colours of the kinds of time and memory; the same for gradients as bytes and for the time that their sum takes."""
+"""Colours of the kinds of time and memory; gradients as bytes and the time for reducing them have the same colour."""
 
 _SHARINGS = {
     None: ("#a08f7c", "#8f8a5a"),
@@ -198,9 +199,9 @@ _SHARINGS = {
 }
 """Colours of layers by kind of data parallelism (None: a single data-parallel rank); the second one is for Ulysses."""
 _DARKER, _DARKEST = 0.8, 0.42
-"""The brightness that a colour keeps where tp_size is twice as large, and the least of all."""
+"""The brightness that a colour keeps each time tp_size doubles, and the lowest brightness."""
 _LIGHTER = 0.35
-"""Share of white in the colour of a layer whose shards lie otherwise: in groups of fewer ranks, or ranks apart."""
+"""Share of white in the colour of a layer whose shards are placed unusually: in groups of fewer ranks, or strided."""
 
 
 def term_colour(term: str) -> str:
@@ -214,7 +215,7 @@ def chunk_colour(colour: str, chunk: int, chunks: int) -> str:
 
 
 def strategy_colour(strategy: Strategy) -> str:
-    """Return the colour of a layer: the hue shows its data parallelism; the larger tp_size, the darker."""
+    """Return the colour of a layer: the hue shows its data parallelism; a larger tp_size is darker."""
     axes = axes_of(strategy)
     shared = strategy.data_parallel if axes.dense.states.size > 1 else None
     colour = _SHARINGS[shared][axes.exchanges_heads]
@@ -224,9 +225,9 @@ def strategy_colour(strategy: Strategy) -> str:
 
 
 def series_numbers(wanted: Mapping[str, int]) -> dict[str, int]:
-    """Return the sign number of each series by its label: the wanted number, or a free one if several want the same.
+    """Return the sign number of each series by its label: the wanted number, or a free one if it is already taken.
 
-    The wanted number depends on a series' meaning, so that it has the same sign in all pictures.
+    The wanted number depends on a series' meaning, so that the series has the same sign in all pictures.
     """
     first = {number % SIGNS: label for label, number in reversed(list(wanted.items()))}
     numbers = {label: number for number, label in first.items()}

@@ -26,7 +26,7 @@ PASSES, GRADIENTS, FORTH, BACK = "passes", "gradients", "send_forward", "send_ba
 _LEFT, _RIGHT, _TOP, _GAP = 92.0, 84.0, 56.0, 2.0
 _HEIGHTS = {PASSES: 26.0, GRADIENTS: 10.0, FORTH: 10.0, BACK: 10.0}
 _CHARACTER, _LINE = 6.0, 15.0
-"""Width of a character of the heading, generous, and height of its lines, in px."""
+"""Width of a character of the heading (rather too large), and height of its lines, in px."""
 _PER_MS = 1e3
 _KINDS = ("forward", "backward", "weight", "gradient_sync", "optimizer", "send_forward", "send_backward")
 """Kinds of events in the order of the legend."""
@@ -40,7 +40,7 @@ class Lane(NamedTuple):
 
 
 def draw_timeline(plan: Plan, estimate: Estimate, across: float = WIDTH) -> str:
-    """Draw every event of the simulated step in its stage's lane, and the share of time that each stage idles."""
+    """Draw every event of the simulated step in its stage's lane, and the share of time in which each stage idles."""
     events = estimate.timeline
     end_s = max((event.end_s for event in events), default=0.0) or 1.0
     scale = (across - _LEFT - _RIGHT) / end_s
@@ -65,7 +65,10 @@ def draw_timeline(plan: Plan, estimate: Estimate, across: float = WIDTH) -> str:
 
 
 def _rows(lanes: set[Lane], num_stages: int, top: float) -> tuple[dict[Lane, float], float]:
-    """Return the top of each lane with events, and the bottom of all: a stage, its reductions, the link to the next."""
+    """Return the top of each lane with events, and the bottom of all lanes.
+
+    The lanes of a stage are its passes, its reductions, and its link to the next stage in both directions.
+    """
     tops, y = {}, top
     for stage in range(num_stages):
         following = Lane((stage + 1) % num_stages, BACK)
@@ -144,7 +147,7 @@ def lane_name(lane: Lane, num_stages: int) -> str:
 
 
 def by_lane(events: Iterable[TimelineEvent], turns: bool = False) -> dict[Lane, list[TimelineEvent]]:
-    """Return the events of each lane that has any, by start; `turns`: of a V, whose second chunk goes back."""
+    """Return the events of each lane that has any, by start; `turns`: whether second chunks run backwards (a V)."""
     kinds = {"gradient_sync": GRADIENTS, FORTH: FORTH, BACK: BACK}
     turned = kinds | {FORTH: BACK, BACK: FORTH}
 
@@ -155,7 +158,7 @@ def by_lane(events: Iterable[TimelineEvent], turns: bool = False) -> dict[Lane, 
 
 
 def idle_s(events: Iterable[TimelineEvent], stage: int, over_s: float) -> float:
-    """Return the time until `over_s` in which a stage neither computes nor reduces; sends and receives do not count."""
+    """Return the seconds until `over_s` in which a stage neither computes nor reduces; messages do not count."""
     busy = [event for event in events if event.stage == stage and event.kind not in (FORTH, BACK)]
     idle = reached = 0.0
     for event in sorted(busy, key=lambda event: event.start_s):

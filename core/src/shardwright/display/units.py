@@ -5,7 +5,7 @@ from time import monotonic
 
 
 def seconds_text(time_s: float) -> str:
-    """Return a time with three figures, in the unit that leaves one to three digits before the point."""
+    """Return a time with three significant figures, in the unit that leaves one to three digits before the point."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if time_s >= size:
             return f"{_three_figures(time_s / size)} {unit}"
@@ -28,7 +28,7 @@ def duration_text(time_s: float) -> str:
 
 
 def bytes_text(size_bytes: float) -> str:
-    """Return a size with three figures, in the largest binary unit that leaves at least 1."""
+    """Return a size with three significant figures, in the largest binary unit in which it is at least 1."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if size_bytes >= 2**power:
             return f"{_three_figures(size_bytes / 2**power)} {unit}"
@@ -36,17 +36,17 @@ def bytes_text(size_bytes: float) -> str:
 
 
 def gib_text(size_bytes: float, decimals: int = 2) -> str:
-    """Return a size in GiB with a fixed number of decimals; below 1 GiB, where these say little, as `bytes_text`."""
+    """Return a size in GiB with a fixed number of decimals; sizes below 1 GiB as in `bytes_text`."""
     return bytes_text(size_bytes) if abs(size_bytes) < 2**30 else f"{size_bytes / 2**30:.{decimals}f} GiB"
 
 
 def rate_text(bytes_per_s: float) -> str:
-    """Return a rate in decimal megabytes or gigabytes a second."""
+    """Return a rate in decimal megabytes or gigabytes per second."""
     return f"{bytes_per_s / 1e6:.3g} MB/s" if bytes_per_s < 1e9 else f"{bytes_per_s / 1e9:.3g} GB/s"
 
 
 def usd_text(usd: float) -> str:
-    """Return a price with three figures, in whole dollars from a thousand on."""
+    """Return a price with three significant figures, or in whole dollars if it is at least $1,000."""
     return f"${usd:.3g}" if usd < 1000 else f"${usd:,.0f}"
 
 
@@ -66,7 +66,7 @@ class TimeLeft:
         self._first: tuple[int, float] | None = None
 
     def words(self, left: int) -> str:
-        """Return the time for the remaining `left` items, as `, about 3 min left`; empty if it is not known."""
+        """Return the time for the remaining `left` items, such as `, about 3 min left`; empty if it is not known."""
         now_s = self._clock()
         if self._first is None:
             self._first = left, now_s

@@ -13,7 +13,7 @@ from shardwright.types.model_profile import FitMode, FitRow, LayerRow, Quantity
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
-    """Coefficients of one fitted curve, and its errors, all relative to the points."""
+    """The coefficients of a fitted curve, and its errors relative to the points."""
 
     constant: float
     linear: float
@@ -31,7 +31,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def design_of(mode: FitMode, micro_batch_sizes: NDArray[Any], sequence_lengths: NDArray[Any]) -> NDArray[Any]:
-    """Return the factors of a curve's coefficients at some points: [points, 3], 0 if the mode has no such term."""
+    """Return the factors of a curve's three coefficients at some points [points, 3]; 0 if the mode has no such term."""
     b, s = micro_batch_sizes.astype(float), sequence_lengths.astype(float)
     one, none = np.ones_like(b), np.zeros_like(b)
     columns = {
@@ -46,8 +46,8 @@ def design_of(mode: FitMode, micro_batch_sizes: NDArray[Any], sequence_lengths: 
 def fit_curve(design: NDArray[Any], values: NDArray[Any]) -> Fit | None:
     """Return the curve nearest to positive values [points], by least squares of the relative errors.
 
-    It is None if the points do not determine it. Each point is also left out in turn and predicted by a curve
-    through the others, where these determine one.
+    None if the points do not determine a curve. For `left_out_error`, each point is also predicted by a curve through
+    the other points, if they determine one.
     """
     coefficients = _solved(design, values)
     if coefficients is None:
@@ -78,14 +78,15 @@ def fits_table(layers: Iterable[LayerRow]) -> Table[FitRow]:
 
 
 def on_joint_curve(curve: FitRow, samples: int, length: int) -> float:
-    """Return the value of a joint curve at a micro-batch of samples of a length."""
+    """Return the value of a joint curve for a micro-batch of `samples` samples of `length` tokens."""
     return curve.constant + curve.linear * samples * length + curve.quadratic * samples * length**2
 
 
 def of_other_shares(curve: FitRow | None, samples: int, length: int, parts: int) -> float:
-    """Return what attention of a share of `length` positions to the other `parts` - 1 shares adds to a figure.
+    """Return what attention of a share of `length` positions to the other `parts` - 1 shares adds to a quantity.
 
-    Pairs of positions grow by the quadratic term of the joint curve, at least by nothing; None: there is no such curve.
+    The quadratic term of the joint curve gives the cost of pairs of positions; it counts as 0 if it is negative, or if
+    there is no such curve.
     """
     return 0.0 if curve is None else max(0.0, curve.quadratic) * samples * length**2 * (parts - 1)
 
@@ -105,7 +106,7 @@ def _rows(layers: Iterable[LayerRow]) -> Iterator[FitRow]:
 
 
 def _selections(rows: Sequence[LayerRow]) -> Iterator[tuple[FitMode, int, int, Sequence[LayerRow]]]:
-    """Yield each curve's mode, the fixed micro-batch size and length of its points (0: they vary), and the points."""
+    """Yield each curve's mode, its points' fixed micro-batch size and length (0 if they vary), and its points."""
     for length in sorted({row.sequence_length for row in rows}):
         for mode in (FitMode.STATIC, FitMode.BATCH):
             yield mode, 0, length, [row for row in rows if row.sequence_length == length]
@@ -118,7 +119,8 @@ def _solved(design: NDArray[Any], values: NDArray[Any]) -> NDArray[Any] | None:
     used = np.flatnonzero(design.any(axis=0))
     if not len(values) or not len(used):
         return None
-    # Each row over its value: a relative error of any point counts alike. Columns are scaled for the rank's sake.
+    # Rows are divided by their values, so that relative errors of all points count equally. Columns are scaled for the
+    # sake of the rank.
     relative = design[:, used] / values[:, None]
     scale = np.abs(relative).max(axis=0)
     solution, _, rank, _ = np.linalg.lstsq(relative / scale, np.ones(len(values)), rcond=1e-9)

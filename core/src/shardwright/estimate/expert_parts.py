@@ -8,26 +8,28 @@ from shardwright.models.registry import facts_of
 from shardwright.types import Experts, LayerType, Model
 
 ROUTER_KERNELS = 27
-"""Kernels of a forward pass that choose experts, sort rows by them and back, and sum up the balance loss."""
+"""Number of kernels of a forward pass that choose experts, sort rows by expert and back, and sum the balance loss."""
 PRODUCT_KERNELS = 8
-"""Kernels of experts: two grouped products with the ends of their groups, and what lies between them."""
+"""Number of kernels of experts: two grouped matrix products with the group offsets, and what lies between them."""
 SHARED_KERNELS = 6
-"""Further kernels of experts that compute every position."""
+"""Number of further kernels of experts that compute every position."""
 EXCHANGE_KERNELS = 20
 """Additional kernels if rows come from several ranks: rows are sorted by expert, and back."""
 _FUSED_ROUTER_KERNELS, _FUSED_PRODUCT_KERNELS, _FUSED_EXCHANGE_KERNELS = 10, 3, 4
-"""The same if the router, the permutations and the activations are one kernel each, as with Megatron-LM's fusions."""
+"""The same numbers if the router, the permutations and the activations are one kernel each, as with Megatron-LM's
+fusions."""
 _FLOAT32_BYTES = 4
 _INDEX_BYTES = 8
 _TILE_ROWS = 128
-"""Rows of a tile of grouped products: the last tile of each expert is half full, in the mean."""
+"""Rows of a tile of grouped matrix products: the last tile of each expert is half full on average."""
 
 
 def router_part(model: Model, experts: Experts, stream: int, hidden: int) -> Part:
-    """Return the router: it chooses each position's experts, sorts a row for each, and sums up the results.
+    """Return the router: it chooses each position's experts, sorts a row for each, and sums the results.
 
-    Each rank has whole matrices. A row keeps its expert, its places sorted and back, and its weight twice where weights
-    are divided by their sum. Experts that compute every position are a feed-forward part beside it.
+    Each rank has the whole router matrix. For each row it keeps the expert, the row's places sorted and back, and its
+    weight, twice if weights are divided by their sum. Experts that compute every position are an additional
+    feed-forward part.
     """
     family = facts_of(model)
     config = family.configured(model.config)
@@ -69,10 +71,10 @@ def router_part(model: Model, experts: Experts, stream: int, hidden: int) -> Par
 
 
 def experts_part(model: Model, experts: Experts, rows: int, hidden: int, result: int, exchanged: bool = False) -> Part:
-    """Return the experts of one rank for a number of rows under an even load; `result` elements leave them.
+    """Return the experts of one rank for a number of rows under an even load; `result`: number of output elements.
 
-    Rows are kept, and of their features what the family says. Those that are `exchanged` among ranks also keep their
-    places sorted and back.
+    The input rows are kept, and the tensors between the matrices that the family's facts specify. If rows are
+    `exchanged` among ranks, their places sorted and back are kept, too.
     """
     family = facts_of(model)
     assert family.experts is not None
@@ -85,7 +87,7 @@ def experts_part(model: Model, experts: Experts, rows: int, hidden: int, result:
         tile_flops=2.0 * hidden * matrices * experts.features * experts.number * _TILE_ROWS / 2,
         weights=hidden * experts.number * matrices * experts.features,
         inside=family.experts.kept * wide,
-        # What a grouped kernel of activation, gate and weights of rows keeps is what enters it.
+        # A grouped kernel of activation, gate and row weights keeps only its inputs.
         gate=(family.experts.kept - matrices) * wide,
         inputs=wide,
         products=(matrices - 1) * wide,
@@ -96,7 +98,7 @@ def experts_part(model: Model, experts: Experts, rows: int, hidden: int, result:
         passing=2 * rows * hidden * exchanged,
         outside=0,
         result=result,
-        # Three gradients of weighted products, in float32, in place of these.
+        # Instead: three gradients of weighted matrix products, in float32.
         widest=-wide // 2,
         widest_bytes=3 * _FLOAT32_BYTES * wide // 2,
         # Results, sorted back and as they are sent.
@@ -107,13 +109,13 @@ def experts_part(model: Model, experts: Experts, rows: int, hidden: int, result:
 
 
 def experts_of(kind: LayerType) -> Experts:
-    """Return the experts of a layer type that has some."""
+    """Return the experts of a layer type; the type must have experts."""
     assert kind.experts is not UNSET
     return kind.experts
 
 
 def exchange_kernels(fused: bool) -> int:
-    """Return the further kernels of experts whose rows come from several ranks."""
+    """Return the number of additional kernels of experts whose rows come from several ranks."""
     return _FUSED_EXCHANGE_KERNELS if fused else EXCHANGE_KERNELS
 
 
@@ -123,6 +125,6 @@ def has_biases(kind: LayerType) -> bool:
 
 
 def expert_parameters(kind: LayerType) -> int:
-    """Return the number of trained elements of one expert."""
+    """Return the number of trained parameters of one expert."""
     experts = experts_of(kind)
     return sum(p.numel(1) for p in kind.trained_parameters if p.ep_dim is not UNSET) // experts.number

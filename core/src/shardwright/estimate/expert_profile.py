@@ -1,4 +1,4 @@
-"""Rows of an analytic profile for layers with expert parallelism: the experts, and the layer without them."""
+"""Rows of an analytic profile for layers with expert parallelism: the experts, and the layer without its experts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -18,14 +18,14 @@ from shardwright.types.limits import MAX_COUNT
 from shardwright.types.model_profile import ExpertRow, HostRow, LayerFigures, LayerRow
 
 _FULLEST = 2
-"""The largest ratio of the fullest rank's rows to an even load for which curves are written; beyond it lines are
-extrapolated."""
+"""The largest ratio of the fullest rank's rows to an even load for which curves are written; beyond it, they are
+extrapolated linearly."""
 
 
 def rest_rows(
     model: Model, strategy: Strategy, settings: ProfileSettings, machines: Machines, fused: bool
 ) -> Iterator[LayerRow]:
-    """Yield rows for layers without their experts, for strategies in which each rank has different positions."""
+    """Yield rows for layers without their experts, for strategies in which all ranks have different positions."""
     if layout_of(strategy).replicas > 1:
         return
     for name, recompute, samples in product(
@@ -43,14 +43,14 @@ def rest_rows(
 def expert_rows(
     models: Sequence[Model], strategies: Sequence[Strategy], settings: ProfileSettings, machines: Machines
 ) -> Iterator[ExpertRow]:
-    """Yield the rows of experts: for each possible number of experts on a rank, at all its possible row counts."""
+    """Yield the rows of experts, for each possible number of experts on a rank and all its row counts."""
     for key in expert_keys(models, strategies, settings, recompute_kinds(settings.recompute, models[0])):
         figures = estimate_experts(models[0], key, settings.precision, machines.reached_in(key.type))
         yield ExpertRow.from_figures(key, _analytic(figures))
 
 
 def host_rows(model: Model, settings: ProfileSettings, machines: Machines) -> Iterator[HostRow]:
-    """Yield the host's time for layers with expert parallelism, by the number of experts that a rank has."""
+    """Yield the host's time for layers with expert parallelism, by the number of experts on a rank."""
     for name, recompute in product(sparse_types(model), recompute_kinds(settings.recompute, model)):
         machine, whole = machines.reached_in(name), model.types[name].experts
         assert whole is not UNSET
@@ -71,7 +71,10 @@ def host_rows(model: Model, settings: ProfileSettings, machines: Machines) -> It
 
 
 def pipeline_rows(model: Model, settings: ProfileSettings, block_ms: Mapping[int, float]) -> Iterator[HostRow]:
-    """Yield the least time of a block in pipelines between nodes, by tensor parallelism."""
+    """Yield the least time of a block in pipelines between nodes, by tensor-parallel size.
+
+    `block_ms`: milliseconds of both passes by tensor-parallel size.
+    """
     for name, recompute, (tp_size, both_ms) in product(
         block_types(model), recompute_kinds(settings.recompute, model), block_ms.items()
     ):
@@ -81,7 +84,7 @@ def pipeline_rows(model: Model, settings: ProfileSettings, block_ms: Mapping[int
             recompute=recompute,
             experts=0,
             pipelined=True,
-            # As long as twice the forward pass's work takes.
+            # A backward pass takes twice the time of a forward pass.
             forward_s=both_ms / 3e3,
             backward_s=2 * both_ms / 3e3,
             source=Source.ANALYTIC,
@@ -97,7 +100,7 @@ def expert_keys(
 ) -> Iterator[ExpertKey]:
     """Yield the keys for every possible number of experts on a rank, at all row counts or at `levels` of them.
 
-    `models` are descriptions of one model at each length, and `strategies` are those of its layers without experts.
+    `models`: descriptions of one model at each sequence length. `strategies`: strategies of its layers without experts.
     """
     for name in sparse_types(models[0]):
         experts = models[0].types[name].experts
@@ -109,14 +112,14 @@ def expert_keys(
 
 
 def _some(values: Sequence[int], levels: int | None) -> Sequence[int]:
-    """Return all values, or a limited number of them: the first, the last, and evenly spaced ones between."""
+    """Return all values, or `levels` of them: the first, the last, and evenly spaced ones between them."""
     if levels is None or len(values) <= levels:
         return values
     return [values[round(i * (len(values) - 1) / (levels - 1))] for i in range(levels)]
 
 
 def sparse_types(model: Model) -> tuple[str, ...]:
-    """Return the types of block that have experts."""
+    """Return the block types that have experts."""
     return tuple(name for name in block_types(model) if model.types[name].experts is not UNSET)
 
 
@@ -126,7 +129,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def micro_batch_sizes(settings: ProfileSettings) -> tuple[int, ...]:
-    """Return the requested micro-batch sizes, in samples of a tensor-parallel group."""
+    """Return the requested micro-batch sizes, in samples per tensor-parallel group."""
     asked = settings.micro_batch_sizes
     return asked if isinstance(asked, tuple) else asked.values(None)
 
@@ -138,9 +141,9 @@ def _rows(
     experts: Experts,
     parts: int,
 ) -> Iterator[int]:
-    """Yield row counts, doubling from the fewest to twice the largest under an even load.
+    """Yield row counts, doubling from the fewest to twice the largest number under an even load.
 
-    Larger counts are extrapolated from the last two.
+    Larger counts are extrapolated from the last two. `parts`: number of ranks that share the rows.
     """
     sizes = micro_batch_sizes(settings)
     positions = [

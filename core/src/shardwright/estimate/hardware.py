@@ -1,8 +1,8 @@
 """An estimated hardware profile from the device table: message times by the alpha-beta model, overlap as given.
 
-A message takes a latency for each step of a ring, and its bytes over a bandwidth: Hockney (1994) for the model;
-Patarasuk and Yuan (2009) for the ring: all_reduce takes 2 (n-1) steps that move 2 (n-1)/n of the message through every
-rank's link, all_gather and reduce_scatter half of that. The latencies are rounded from NCCL's own cost model
+A message takes a latency for each step of a ring, plus its bytes divided by a bandwidth (Hockney 1994). In a ring
+(Patarasuk and Yuan 2009), all_reduce takes 2 (n-1) steps that move 2 (n-1)/n of the message through every rank's link;
+all_gather and reduce_scatter take half of both. The latencies are rounded from NCCL's own cost model
 (src/graph/tuning.cc, protocol Simple).
 """
 
@@ -32,23 +32,24 @@ from shardwright.types.hardware_profile import (
 )
 
 START_S = 10e-6
-"""Time that any message takes before its first byte."""
+"""Seconds that any message takes before its first byte."""
 NETWORK_STEP_S = 14e-6
-"""Latency of one step between two nodes, as NCCL's own cost model has it for a ring over a network."""
+"""Latency of one step between two nodes in seconds, according to NCCL's own cost model for a ring over a network."""
 
 
 class Link(NamedTuple):
     """The link between the ranks of a group."""
 
     bytes_per_s: float
-    """Bandwidth in one direction, as reached."""
+    """Achieved bandwidth in one direction."""
     step_s: float
     all_reduce: tuple[tuple[float, float], ...] = ()
-    """Bytes that each rank moves in an all_reduce, ascending, with the published time; empty: none was published."""
+    """Pairs of the bytes that each rank moves in an all_reduce, ascending, and the published time in seconds; empty if
+    none was published."""
 
 
 def steps(collective: Collective, group_size: int) -> int:
-    """Return the number of consecutive messages: a ring's steps, or one if each pair has a separate link."""
+    """Return the number of consecutive messages: a ring's steps, or 1 if each pair of ranks has a separate link."""
     match collective:
         case Collective.ALL_REDUCE:
             return 2 * (group_size - 1)
@@ -59,7 +60,7 @@ def steps(collective: Collective, group_size: int) -> int:
 
 
 def moved_bytes(collective: Collective, group_size: int, message_bytes: float) -> float:
-    """Return the bytes that each rank sends, for a message as `Collective` counts it."""
+    """Return the bytes that each rank sends, for a message size as defined by `Collective`."""
     if collective is Collective.P2P:
         return message_bytes
     parts = 2 * (group_size - 1) if collective is Collective.ALL_REDUCE else group_size - 1
@@ -67,9 +68,9 @@ def moved_bytes(collective: Collective, group_size: int, message_bytes: float) -
 
 
 def message_time_s(collective: Collective, group_size: int, message_bytes: float, link: Link) -> float:
-    """Return the time of a message: the published one of an all_reduce that moves as many bytes, if there is one.
+    """Return the time of a message in seconds: for an all_reduce, the published time if there is one.
 
-    Others take the start, a latency for each step, and the bytes that a rank sends over the link's bandwidth.
+    Otherwise it is the start, a latency for each step, and the bytes that a rank sends divided by the link's bandwidth.
     """
     moved = moved_bytes(collective, group_size, message_bytes)
     if collective is Collective.ALL_REDUCE and link.all_reduce:
@@ -78,9 +79,9 @@ def message_time_s(collective: Collective, group_size: int, message_bytes: float
 
 
 def published_times_s(moved: NDArray[Any], link: Link) -> NDArray[Any]:
-    """Interpolate between the published times of a link's all_reduce.
+    """Return times in seconds, interpolated between the published times of a link's all_reduce.
 
-    Beyond them the largest message's rate applies.
+    `moved`: bytes that each rank moves. Beyond the published sizes, the largest message's rate applies.
     """
     sizes, times_s = (np.array(column) for column in zip(*link.all_reduce, strict=True))
     inside = np.clip(moved, sizes[0], sizes[-1])
@@ -101,24 +102,24 @@ _MAX_BYTES = 1024**3
 
 
 _UpTo = tuple[tuple[int, float], ...]
-"""Numbers of nodes, ascending, and the rate of groups that span at most this number."""
+"""Pairs of a number of nodes, ascending, and the rate of groups that span at most this number."""
 
 
 class NodeRates(NamedTuple):
-    """Rates at which a node sends to other nodes, in one direction and bytes/s, by the number of nodes of a group.
+    """Rates at which a node sends to other nodes, in bytes/s in one direction, by the number of nodes of a group.
 
-    `step_s` is the latency of one step from a node to the next.
+    `step_s`: latency of one step from a node to the next.
     """
 
     up_to: _UpTo
     by_collective: tuple[tuple[Collective, _UpTo], ...] = ()
-    """The rates of collectives that have their own, instead of `up_to`."""
+    """The rates of collectives to which `up_to` does not apply."""
     step_s: float = NETWORK_STEP_S
 
     def spanning(self, nodes: int, collective: Collective) -> float:
-        """Return a collective's rate over a number of nodes: the rate stated for the next larger number.
+        """Return a collective's rate over a number of nodes: the rate stated for this or the next larger number.
 
-        Raises BadInput if none is.
+        Raises BadInput if there is none.
         """
         rates = dict(self.by_collective).get(collective, self.up_to)
         for number, rate in rates:
@@ -134,7 +135,7 @@ class NodeRates(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Return the rates for the notes of a profile."""
+        """Return the rates in words, for the notes of a profile."""
         others = (f"{collective} {_rates_text(up_to)}" for collective, up_to in self.by_collective)
         return "; ".join((_rates_text(self.up_to), *others))
 
@@ -150,10 +151,10 @@ def _rates_text(up_to: _UpTo) -> str:
 
 
 def node_rates(text: str, step_s: float = NETWORK_STEP_S) -> NodeRates:
-    """Return the rates of `400`, in Gbit/s, or of `2:400,4:300,16:150`, for groups that span up to 2, 4 and 16 nodes.
+    """Parse `400`, in Gbit/s, or `2:400,4:300,16:150`, for groups that span up to 2, 4 and 16 nodes.
 
-    Collectives with rates of their own follow, as in `2:400,4:300+all_gather=2:200,4:150`.
-    Raises BadInput, naming the option, where the text says something else.
+    Different rates of single collectives follow, as in `2:400,4:300+all_gather=2:200,4:150`. Raises BadInput, naming
+    the option, if the text has another form.
     """
     first, *others = text.split("+")
     named = [part.partition("=") for part in others]
@@ -182,11 +183,11 @@ class Network(NamedTuple):
     """The achievable rates of a cluster's links, inside its nodes and between them."""
 
     link: Link
-    """Link of each device inside a node; the slowest node's."""
+    """Link of each device inside a node; the slowest one if nodes differ."""
     between: NodeRates | None
-    """Rates between nodes; None if there is one node."""
+    """Rates between nodes; None if there is only one node."""
     overlap: Overlap | None
-    """Slowdowns of overlap; None: unknown, so nothing overlaps."""
+    """Slowdowns of overlap; None if they are unknown, so that nothing overlaps."""
 
 
 def analytic_hardware(
@@ -194,8 +195,8 @@ def analytic_hardware(
 ) -> HardwareProfile:
     """Return the profile of all messages that a measurement would time, at growing sizes, with one time for each.
 
-    `rates` are the device's by name, as a sweep has them. Raises BadInput if the cluster has several nodes and
-    nothing says how fast they are joined.
+    `rates`: the device's rates by name, with the names of a measured profile. Raises BadInput if the cluster has
+    several nodes but no rates between nodes are given.
     """
     if network.between is None and len(set(cluster.domain_of_rank)) > 1:
         raise BadInput(_OPTION, "the cluster has several nodes", "give what one node sends, in Gbit/s")
@@ -219,11 +220,12 @@ def analytic_hardware(
 
 
 def message_times_s(key: CollectiveKey, leaving: float, network: Network, message_bytes: NDArray[Any]) -> NDArray[Any]:
-    """Return times of messages that all groups send at once: the slower of a device's link and a node's network.
+    """Return times in seconds if all groups send at once, limited by a device's link and by a node's network.
 
-    A ring crosses the border of a node once each way, and an all_to_all sends from each rank to all ranks of other
-    nodes, to all of them at once; groups that leave one node share its network, `leaving` being what they send out of
-    it over a message. As NCCL counts them, as many steps cross a border as a ring of the nodes alone would have.
+    A ring crosses the border of a node once in each direction; an all_to_all sends from each rank to all ranks of other
+    nodes at once. Groups that leave the same node share its network; `leaving`: the bytes that they send out of it,
+    relative to the message's bytes. As in NCCL's cost model, a ring crosses borders in as many steps as a ring with one
+    rank per node would take.
     """
     collective, size = key.collective, key.group_size
     if collective is Collective.ALL_REDUCE and network.link.all_reduce and not key.group.across_nodes:
@@ -238,7 +240,7 @@ def message_times_s(key: CollectiveKey, leaving: float, network: Network, messag
 
 
 def _leaving_shares(collectives: Iterable[Collective], groups: NDArray[Any], nodes: NDArray[Any]) -> Iterator[float]:
-    """Yield, by collective, the bytes that all groups send out of the busiest node, over a message's bytes."""
+    """Yield, for each collective, the bytes that all groups send out of the busiest node, over a message's bytes."""
     size = groups.shape[1]
     _, node, ranks = ranks_on_nodes(groups, nodes)
     for collective in collectives:
@@ -253,7 +255,7 @@ def _leaving_shares(collectives: Iterable[Collective], groups: NDArray[Any], nod
 
 def _points(cluster: Cluster, network: Network) -> Iterator[tuple[PointRow, float]]:
     nodes = np.array(cluster.domain_of_rank)
-    # A domain of several nodes has the network of all of them.
+    # An NVLink domain of several nodes has the network of all of them.
     joined = min(cluster.nodes_in_domain(group.node_type) for group in cluster.nodes)
     network = network._replace(between=network.between and network.between.scaled(joined))
     for keys, groups in messages_alike(cluster):

@@ -6,7 +6,8 @@ from shardwright.models.traits import Latents, Mask
 from shardwright.types import Model, Region
 
 _KERNELS = 20
-"""Additional kernels of attention with latents: the latents, their norms, and the features rotated separately."""
+"""Number of additional kernels of attention with latents: the latents, their norms, and the features that are rotated
+separately."""
 
 
 def latent_attention_part(
@@ -14,8 +15,8 @@ def latent_attention_part(
 ) -> Part:
     """Return the part that computes latents, replicated on each rank, and queries, keys and values from them.
 
-    `keeps`: elements and further bytes that a norm keeps of a feature. Values are kept with what keys are made of: both
-    are of one product.
+    `keeps`: elements and further bytes that a norm keeps for each feature. Values are kept together with the part of
+    keys that comes from the same matrix product.
     """
     a, family = attention_shape(model, type_name, region), facts_of(model)
     tensor = next(t for t in model.types[type_name].outputs if t.name == region.leaves)

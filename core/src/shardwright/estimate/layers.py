@@ -1,11 +1,12 @@
 """Time and memory of one layer by a roofline over its parts.
 
 A matrix product takes the longer of its operations over the reached rate and its bytes over the reached bandwidth
-(Williams, Waterman and Patterson 2009). What lies between products is bound by memory: everything that is kept for the
-backward pass is written once and read once. Kernels follow one another, so their times add up, and each adds what it
-takes to start; no layer is faster than the host can start its kernels. A backward pass does twice the work of its
-forward pass, a flash kernel two and a half times, repeats what was not kept, and adds its gradients to those of other
-microbatches. Frozen matrices cost the gradient of their inputs alone, and layers before all that is trained nothing.
+(Williams, Waterman and Patterson 2009). What lies between matrix products is bound by memory: everything that is kept
+for the backward pass is written once and read once. Kernels run one after another, so their times add up, and each adds
+its start-up time; no layer is faster than the host can start its kernels. A backward pass does twice the work of its
+forward pass (a flash kernel two and a half times), repeats what was not kept, and adds its gradients to the gradients
+of other micro-batches. For frozen matrices only the gradient of their inputs is computed, and for layers before the
+first trained one nothing.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -45,18 +46,19 @@ from shardwright.types.model_profile import LayerFigures
 from shardwright.types.plan import FUSED_SDPA, Attention
 
 KERNEL_START_S = 5e-6
-"""Time that every kernel adds on the device: filling and draining it."""
+"""Seconds that every kernel adds on the device, for filling and draining it."""
 ATTENTION_BACKWARD = 2.5
-"""Five products in a flash kernel's backward pass, for two in the forward one (Dao 2023)."""
+"""Ratio of a flash kernel's backward to its forward time: five matrix products against two (Dao 2023)."""
 FLASH2_BACKWARD = 1.25 * ATTENTION_BACKWARD
-"""The same of FlashAttention-2, whose backward products are a quarter slower than its forward ones (Dao 2023)."""
+"""The same ratio for FlashAttention-2, whose backward products are a quarter slower than its forward ones (Dao
+2023)."""
 _NARROW_HEAD, _WIDE_HEAD = 64, 128
-"""Head widths for which flash kernels are compiled; widths between them run as the wide one."""
+"""Head widths for which flash kernels are compiled; widths between them take the time of the wide one."""
 _NARROW_HEADS = 1.2
-"""Time of scores with heads of 64 over that with heads of 128, for each operation (Shah et al. 2024, figure 5)."""
+"""Ratio of the time per operation of attention scores with heads of 64 to heads of 128 (Shah et al. 2024, figure 5)."""
 
 _ALONG_THE_SEQUENCE = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
-"""Messages of sequence parallelism, whose dimension is not the first of a tensor."""
+"""Collectives of sequence parallelism, whose dimension is not the first one of a tensor."""
 SCORES_KEPT = (Attention.EAGER, Attention.SDPA_MATH)
 """Attention kernels that keep all scores."""
 _MASKED = (*SCORES_KEPT, *FUSED_SDPA)
@@ -68,11 +70,12 @@ class ExpertHabits(NamedTuple):
 
     graphs: Graphs = Graphs.NONE
     kernels: int = 0
-    """Kernels of each local expert in a forward pass."""
+    """Number of kernels of each local expert in a forward pass."""
     fused: bool = False
-    """Whether experts are one operator, with the permutation and quantization of their rows."""
+    """Whether experts are one operator, including the permutation and quantization of their rows."""
     bias_bytes: int = 0
-    """Bytes for each element of a row whose experts have biases, which are in float32 unless they are one operator."""
+    """Bytes for each element of a row if experts have biases, which are added in float32 unless experts are one
+    operator."""
 
 
 class Machine(NamedTuple):
@@ -82,33 +85,34 @@ class Machine(NamedTuple):
     memory_bytes_per_s: float
     link: Link
     attention_flops_per_s: float | None = None
-    """Rate of flash kernels in FLOP/s; None: the rate of other products."""
+    """Rate of flash kernels in FLOP/s; None if it is the rate of other matrix products."""
     operator_s: float = OPERATOR_S
-    """Time of the host for each kernel; 0 if CUDA graphs replay them."""
+    """Seconds of the host for each kernel; 0 if CUDA graphs replay them."""
     compiled: bool = False
-    """Whether what lies between a block's products is fused into few kernels, as torch.compile does."""
+    """Whether the operations between a block's matrix products are fused into few kernels, as by torch.compile."""
     message_pieces: int = 1
-    """Number of pieces of each tensor-parallel message; all but one overlap with products; 1: nothing overlaps."""
+    """Number of pieces of each tensor-parallel message; all except one overlap with matrix products. 1: nothing
+    overlaps."""
     attention_backward: float = ATTENTION_BACKWARD
-    """Time of a flash kernel's backward pass over its forward pass."""
+    """Ratio of a flash kernel's backward time to its forward time."""
     whole_scores_from: int | None = None
-    """Sequence length from which masked scores are computed too; None: they never are."""
+    """Sequence length from which masked scores are computed, too; None if they never are."""
     copies_gathers: bool = False
     """Whether messages along the sequence are copied on the device before or after they are sent."""
     experts: ExpertHabits = ExpertHabits()
     held: Held = OURS
-    """What the runtime holds in memory."""
+    """The runtime's habits in memory."""
 
 
 class _Share(NamedTuple):
-    """The share of a layer's part that one rank computes."""
+    """The share of a layer's part that one rank computes; floats are shares of the total over all ranks."""
 
     samples: int
     itemsize: int
     inside: float
-    """The part of the work that is split over tensor-parallel ranks."""
+    """Share of what tensor-parallel ranks split."""
     outside: float
-    """Part of what lies outside; gathered for a region, it is `entering` for a moment."""
+    """Share of what lies outside a region; gathered for a region, it is temporarily `entering`."""
     entering: float
     weights: float
     scores_kept: bool
@@ -118,7 +122,7 @@ class _Share(NamedTuple):
     def kept_bytes(self, part: Part) -> float:
         scores = part.scores * self.itemsize + part.scores // 2 + part.score_bytes if self.scores_kept else 0
         repeated = part.repeated * self.itemsize if self.scores_kept or self.masks(part) else 0
-        # A kernel that keeps scores does not keep what it gives.
+        # A kernel that keeps scores does not keep its result.
         exchanged = part.attended * self.itemsize if self.exchanges_heads and not self.scores_kept else 0
         inside = part.inside * self.itemsize + part.inside_bytes + scores + repeated + exchanged
         whole = part.whole * self.itemsize + part.whole_bytes
@@ -129,7 +133,7 @@ class _Share(NamedTuple):
         return self.samples * (part.outside * self.itemsize + part.outside_bytes) * self.outside
 
     def normed_bytes(self, part: Part) -> float:
-        """Return the bytes among these that norms give to products."""
+        """Return the bytes, among `outside_bytes`, of norms' results that matrix products read."""
         return self.samples * self.itemsize * part.normed * self.outside
 
     def between_bytes(self, part: Part) -> float:
@@ -139,7 +143,7 @@ class _Share(NamedTuple):
         return self.outside_bytes(part) - self.samples * part.redrawn_bytes * self.outside
 
     def masks(self, part: Part) -> bool:
-        """Return whether a window's mask is added to all scores."""
+        """Return whether a window is applied as a mask that is added to all scores."""
         return self.adds_masks and part.left_out > 0
 
     def passing_bytes(self, part: Part) -> float:
@@ -147,7 +151,7 @@ class _Share(NamedTuple):
         return self.samples * (part.passing_bytes * self.inside + whole * self.entering)
 
     def operator_bytes(self, part: Part) -> float:
-        """Return the bytes that single operators between products write and read besides."""
+        """Return the bytes that separate operators between matrix products write and read in addition."""
         return self.samples * (part.operator_bytes * self.inside + part.outside_operator_bytes * self.outside)
 
     def once_bytes(self, part: Part) -> float:
@@ -162,14 +166,14 @@ class _Share(NamedTuple):
         return self.product_bytes(part) + (0 if ends and not part.keeps_result else self.result_bytes(part))
 
     def every_second_bytes(self, part: Part, _ends: bool) -> float:
-        """Return the bytes saved under selective recomputation of every second product, with the sums over ranks."""
+        """Return the bytes saved if only every second matrix product is kept, including the sums over ranks."""
         return self.product_bytes(part) - self.samples * self.itemsize * part.second_products * self.inside
 
     def result_bytes(self, part: Part) -> float:
         return self.samples * part.result * self.itemsize * self.outside
 
     def widest_bytes(self, part: Part) -> float:
-        """Return the bytes of the largest tensor of a part and its gradient."""
+        """Return the bytes of a part's largest tensor together with its gradient."""
         inside = (part.widest * self.itemsize + part.widest_bytes) * self.inside
         whole = max(part.result, part.widest_whole) * self.itemsize * self.entering
         return 2 * self.samples * max(inside, whole)
@@ -187,8 +191,8 @@ def estimate_layer(
 ) -> LayerFigures[float]:
     """Return the figures of a layer under a strategy of one tensor-parallel group, which may be a `LayerStrategy`.
 
-    If that says how ranks shard experts, they are those of the rest of the layer, of which each rank routes its
-    positions; `estimate_experts` gives those of experts.
+    If the strategy shards experts, the figures describe the rest of the layer, in which each rank routes its own
+    positions; `estimate_experts` returns the figures of the experts.
     """
     share = _share(strategy, micro_batch_size, precision, attention)
     parts = layer_parts(model, type_name, fused, machine.compiled)
@@ -198,7 +202,7 @@ def estimate_layer(
         parts = (*before, _at_positions(router, share), stream)
     recompute = getattr(strategy, "recompute", Recompute.NONE)
     machine = machine._replace(held=machine.held.under(recompute))
-    # Norms that are recomputed keep what one of a single kernel does.
+    # Recomputed norms keep only what a norm of a single kernel keeps.
     normed = parts = _with_half(parts, recompute)
     if RecomputedPart.NORMS in recompute.parts:
         single = layer_parts(model, type_name, True, machine.compiled)
@@ -233,7 +237,7 @@ def estimate_layer(
         for pass_s, messages in ((forward_s, there), (backward_s, back))
     )
     if not shares_experts(strategy):
-        # What is added to this layer's time, an exchange of experts, is beside the host's time, too: `host_s`.
+        # An exchange of experts, which is added to this layer's time, overlaps with the host's time, too: see `host_s`.
         least = host_s(model, type_name, recompute, machine, _local_experts(model, type_name))
         forward_s, backward_s = max(forward_s, least[0]), max(backward_s, least[1])
     kept = _kept(normed, type_name, precision, machine.held, share)
@@ -249,9 +253,10 @@ def weight_share(
     attention: Attention,
     machine: Machine,
 ) -> float:
-    """Return the share of a layer's backward pass that the products for its matrices take, not those of experts.
+    """Return the share of a layer's backward time in which gradients of its matrices are computed, without experts.
 
-    Without messages, and without what kernels take to start, which would make small layers on a large device nothing.
+    Messages are not included, nor kernels' start-up times, which would make the share of small layers on a large device
+    nearly 0.
     """
     share = _share(strategy, micro_batch_size, precision, attention)
     parts = [replace(part, kernels=0) for part in layer_parts(model, type_name, False)]
@@ -265,13 +270,13 @@ def weight_share(
 def host_s(
     model: Model, type_name: str, recompute: Recompute, machine: Machine, experts: int | None = None
 ) -> tuple[float, float]:
-    """Return the least time of both passes of a layer that its host needs to launch all kernels.
+    """Return the seconds that the host needs to launch all kernels of a layer's forward and backward pass.
 
-    `experts`: those of the rank; None: the layer without them.
+    No pass is shorter. `experts`: number of the rank's experts; None for the layer without them.
     """
     parts, habits = layer_parts(model, type_name, True, machine.compiled), machine.experts
     sparse = model.types[type_name].experts is not UNSET
-    # A graph of parts of a layer does not hold what is computed again (`TransformerConfig` of megatron-core).
+    # A graph of parts of a layer does not contain what is recomputed (`TransformerConfig` of megatron-core).
     replays = recompute.replays_experts or bool(recompute.parts)
     partial = habits.graphs is Graphs.PARTIAL and replays
     graphs = Graphs.NONE if partial else habits.graphs
@@ -294,13 +299,13 @@ def _local_experts(model: Model, type_name: str) -> int | None:
 
 
 def _kept(parts: Sequence[Part], type_name: str, precision: Precision, held: Held, share: _Share) -> list[Part]:
-    """Return the parts with the tensors that a runtime saves; of embedding and head as in 16 bits."""
+    """Return the parts with the tensors that a runtime saves; embedding and head are always as in 16 bits."""
     bits = None if type_name in (EMBEDDING, HEAD) else NARROW_BITS.get(precision.compute)
     return [held.part(part, share.itemsize, bits, share.inside < 1) for part in parts]
 
 
 def estimate_experts(model: Model, key: ExpertKey, precision: Precision, machine: Machine) -> LayerFigures[float]:
-    """Return the figures of experts on one rank for the rows of a key, without messages, at even load."""
+    """Return the figures of experts on one rank for the rows of a key, without messages, at an even load."""
     kind = model.types[key.type]
     experts, hidden, itemsize = experts_of(kind), model.boundary[0].features, ITEMSIZE[precision.compute]
     parts = key.etp_size
@@ -310,7 +315,7 @@ def estimate_experts(model: Model, key: ExpertKey, precision: Precision, machine
     if machine.experts.fused:
         part = replace(part, passing=0)
     if has_biases(kind):
-        # One operator adds them in the compute format, others in float32.
+        # A fused operator adds biases in the compute format, others add them in float32.
         added = machine.experts.bias_bytes * key.rows * hidden
         added = added * itemsize // ITEMSIZE["float32"] if machine.experts.fused else added
         part = replace(part, passing_bytes=part.passing_bytes + added)
@@ -336,7 +341,7 @@ def estimate_experts(model: Model, key: ExpertKey, precision: Precision, machine
 
 
 def _at_positions(router: Part, share: _Share) -> Part:
-    """Return the part of a router outside tensor-parallel regions, which sees its rank's positions only."""
+    """Return a router's part outside tensor-parallel regions, where it sees only its rank's positions."""
     ratio = share.outside / share.entering
     sizes = {name: round(getattr(router, name) * ratio) for name in ("whole_bytes", "passing")}
     scaled = router.scaled(ratio) if router.undivided else replace(router, whole_flops=router.whole_flops * ratio)
@@ -344,7 +349,7 @@ def _at_positions(router: Part, share: _Share) -> Part:
 
 
 def _exposed_s(messages: Iterable[Message], pass_s: float, machine: Machine, in_pieces: bool) -> float:
-    """Return the message time that a pass does not hide: one piece of each message, and any excess over the pass."""
+    """Return the message time that a pass does not hide: one piece of each message, and what exceeds the pass."""
     messages = list(messages)
     alone_s = messages_time_s(messages, machine.link)
     if machine.copies_gathers:
@@ -358,9 +363,9 @@ def _exposed_s(messages: Iterable[Message], pass_s: float, machine: Machine, in_
 def goes_in_pieces(model: Model, strategy: Strategy) -> bool:
     """Return whether tensor-parallel messages of a model's layers can be split into pieces that overlap with products.
 
-    Megatron-LM asks for sequence parallelism (`--tp-comm-overlap` in megatron/training/arguments.py), and Transformer
-    Engine has user buffers for queries, the projection and the feed-forward layers (`initialize_ub`), not for what
-    latents are projected to.
+    Megatron-LM requires sequence parallelism (`--tp-comm-overlap` in megatron/training/arguments.py), and Transformer
+    Engine has user buffers for queries, the projection and the feed-forward layers (`initialize_ub`), but not for
+    projections from latents.
     """
     family = FAMILIES.get(model.family)
     latents = None if family is None else family.attention.latents(family.configured(model.config))
@@ -370,7 +375,7 @@ def goes_in_pieces(model: Model, strategy: Strategy) -> bool:
 def estimate_memory(
     model: Model, type_name: str, strategy: Strategy, micro_batch_size: int, precision: Precision, attention: Attention
 ) -> tuple[int, int]:
-    """Return the bytes of a layer's activations and of its workspace, with norms and activations of one kernel each."""
+    """Return the bytes of a layer's activations and workspace, if norms and activation functions are fused."""
     recompute = getattr(strategy, "recompute", Recompute.NONE)
     parts, share = layer_parts(model, type_name, True), _share(strategy, micro_batch_size, precision, attention)
     parts, habits = _with_half(parts, recompute), OURS.under(recompute)
@@ -379,20 +384,20 @@ def estimate_memory(
 
 
 def masks_bytes(model: Model, precision: Precision, attention: Attention) -> int:
-    """Return the bytes of the masks that a rank holds: one for each length of window, added to its layers' scores."""
+    """Return the bytes of the masks that a rank holds: one for each window length, added to its layers' scores."""
     windows = {kind.window for kind in model.types.values()} if attention in _MASKED else set()
-    # Where an image stands in its text, masks differ from sample to sample, and are of blocks without a window, too.
+    # If an image is inside its text, masks differ from sample to sample, and blocks without a window have them, too.
     family = FAMILIES.get(model.family)
     windows -= set() if family is not None and family.attention.images_ahead else {None}
     return len(windows) * model.sequence_length**2 * ITEMSIZE[precision.compute]
 
 
 def _with_half(parts: Sequence[Part], recompute: Recompute) -> tuple[Part, ...]:
-    """Return the parts without norms inside a half that is recomputed as a whole: none is freed by itself."""
+    """Return the parts without norms inside a half that is recomputed as a whole: none is freed separately."""
     if recompute.half is None:
         return tuple(parts)
     inside = [part.name == recompute.half for part in parts]
-    # What a half gives of its norm is what the next part is given.
+    # The norm at the end of a half produces the input of the next part.
     given = [False, *(each and part.norm_inside for each, part in zip(inside, parts, strict=True))]
     return tuple(
         replace(part, normed=0 if of_norm else part.normed, whole_normed=0 if within else part.whole_normed)
@@ -409,7 +414,7 @@ def _memory(
 ) -> tuple[int, int]:
     """Return the bytes saved for the backward pass, and the bytes needed only temporarily.
 
-    `computed`: the parts as they are before results are freed, of which one part's at a time are there again.
+    `computed`: the parts before freed results were removed; the freed results of one part at a time exist again.
     """
     replayed = _replayed(parts, recompute)
     kept = sum(share.kept_bytes(part) for part in parts if part not in replayed)
@@ -427,7 +432,7 @@ def _memory(
         held, again = kept + between, again - between
     if recompute.parts:
         rest = ((part, each) for part, each in zip(parts, computed, strict=True) if part not in replayed)
-        # What a norm gives is there again when more has been released.
+        # A norm's results exist again only when more memory has been released.
         freed = max((each.inside - habits.fused_gate * each.gate - part.inside for part, each in rest), default=0)
         again = max(again, share.samples * share.itemsize * freed * share.inside)
     once = sum(share.once_bytes(part) for part in parts)
@@ -446,7 +451,7 @@ def _accumulated(parameters: int, precision: Precision) -> int:
 def optimizer_time_s(
     kind: LayerType, parts: int, precision: Precision, machine: Machine, optimizer: Optimizer = ADAMW
 ) -> float:
-    """The seconds of an optimizer's step over one layer's parameters, bound by memory, clipping included."""
+    """Return the seconds of an optimizer's step over one layer's parameters, bound by memory, including clipping."""
     optimizer.demand_shards("the estimate of a step")
     return optimizer.step_bytes(shards_of(kind, parts), precision) / machine.memory_bytes_per_s
 
@@ -467,13 +472,13 @@ def _share(strategy: Strategy, samples: int, precision: Precision, attention: At
 
 
 def _part_time_s(part: Part, share: _Share, machine: Machine) -> float:
-    """Return the seconds of the forward pass, without messages."""
+    """Return the seconds of a part's forward pass, without messages."""
     products_s = _products_s(part, share, machine)
     return products_s + _attention_s(part, share, machine) + _between_products_s(part, share, machine)
 
 
 def _products_s(part: Part, share: _Share, machine: Machine) -> float:
-    """Return the seconds of the forward pass's products with matrices."""
+    """Return the seconds of the matrix products with parameters in a part's forward pass."""
     kept = share.kept_bytes(part) + share.passing_bytes(part)
     weights, inside = (1.0, share.entering) if part.undivided else (share.weights, share.inside)
     product_bytes = part.weights * share.itemsize * weights + kept if part.weights else 0.0
@@ -483,9 +488,10 @@ def _products_s(part: Part, share: _Share, machine: Machine) -> float:
 
 
 def _part_backward_s(part: Part, share: _Share, machine: Machine) -> float:
-    """Return the seconds of a part's backward pass, without messages: two products for each, and flash scores again.
+    """Return the seconds of a part's backward pass without messages: two matrix products for each forward one.
 
-    Of a frozen matrix there is the product for its input alone.
+    A flash kernel computes its scores again, too. For a frozen matrix, only the product for its input's gradient
+    counts.
     """
     backward = ATTENTION_BACKWARD if _is_whole(part, machine) else machine.attention_backward
     more = 0.0 if share.scores_kept else backward - 2
@@ -496,7 +502,7 @@ def _part_backward_s(part: Part, share: _Share, machine: Machine) -> float:
 def _attention_s(part: Part, share: _Share, machine: Machine) -> float:
     """Return the seconds of attention; a flash kernel skips pairs outside a causal mask or a window.
 
-    If a window's mask is added to the scores, it leaves out nothing.
+    If a window's mask is added to the scores, nothing is skipped.
     """
     masked = share.masks(part)
     operations = (part.attention_flops + masked * part.left_out) * share.samples * share.inside
@@ -509,12 +515,12 @@ def _attention_s(part: Part, share: _Share, machine: Machine) -> float:
 
 
 def _is_whole(part: Part, machine: Machine) -> bool:
-    """Return whether masked scores are computed too: the kernel then skips no blocks."""
+    """Return whether masked scores are computed, too, so that the kernel skips no blocks."""
     return machine.whole_scores_from is not None and part.keys >= machine.whole_scores_from
 
 
 def _slower_heads(features: int, narrow: bool) -> float:
-    """Return the time per operation of scores with this head width, relative to heads of 128 features.
+    """Return the time per operation of scores with heads of this width, relative to heads of 128 features.
 
     `narrow`: whether kernels for heads of 64 are slower.
     """
@@ -524,10 +530,10 @@ def _slower_heads(features: int, narrow: bool) -> float:
 
 
 def _modules_s(part: Part, in_moe: bool, share: _Share, recompute: Recompute, machine: Machine) -> float:
-    """Return the seconds in which a backward pass computes modules of a part again, once each (`Held.recomputed`).
+    """Return the seconds in which a backward pass recomputes modules of a part, once each (`Held.recomputed`).
 
-    `in_moe`: whether it is a router or experts. What the plan's recomputation computes again is not counted, nor that
-    rows are sent to experts again. What a module takes and gives moves once each.
+    `in_moe`: whether the part is a router or experts. What the plan's recomputation already computes is not counted,
+    nor that rows are sent to experts again. A module's inputs and outputs move once each.
     """
     asked = set(machine.held.recomputed)
     if recompute is Recompute.SELECTIVE:
@@ -551,13 +557,13 @@ def _modules_s(part: Part, in_moe: bool, share: _Share, recompute: Recompute, ma
 
 
 def _unfused_s(parts: Sequence[Part], single: Sequence[Part], share: _Share, machine: Machine) -> float:
-    """Return the seconds by which norms of several kernels, computed again, take longer than those of single ones."""
+    """Return how many seconds longer recomputed norms of several kernels take than norms of single kernels."""
     moved = [sum(share.kept_bytes(p) + share.operator_bytes(p) for p in each) for each in (parts, single)]
     return max(0.0, 2 * (moved[0] - moved[1]) / machine.memory_bytes_per_s)
 
 
 def _between_products_s(part: Part, share: _Share, machine: Machine) -> float:
-    """Return the seconds of the forward pass between its products."""
+    """Return the seconds of a forward pass between its matrix products."""
     moved = share.kept_bytes(part) + share.passing_bytes(part) + share.once_bytes(part) + share.operator_bytes(part)
     return 2 * moved / machine.memory_bytes_per_s + part.kernels * KERNEL_START_S
 

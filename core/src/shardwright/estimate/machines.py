@@ -13,31 +13,31 @@ from shardwright.types import EMBEDDING, FP8, HEAD, NARROW_BITS, NVFP4
 from shardwright.types.hardware_profile import Collective
 
 FP8_ATTENTION = 1.5
-"""Rate of attention in FP8 over that in 16 bits: assumed."""
+"""Ratio of attention's rate in FP8 to its rate in 16 bits: assumed."""
 _MEASURED_ON = 8
-"""Devices of `all_reduce_s`."""
+"""Number of devices with which the table's `all_reduce_s` was measured."""
 TYPICAL_PRODUCT = 0.85
-"""Rate of a typical large product over the best one: 0.8 to 0.9 (compute/accelerator/benchmarks of the same source as
-the best products)."""
+"""Ratio of a typical large matrix product's rate to the best one: 0.8 to 0.9 (compute/accelerator/benchmarks of the
+same source as the best products)."""
 UNKNOWN_PRODUCT = 0.6
-"""Assumed share of the peak: whole steps of large models reach 0.44 to 0.52 (Narayanan et al. 2021), large products
-0.8."""
+"""Assumed ratio of reached to peak rate: whole steps of large models reach 0.44 to 0.52 (Narayanan et al. 2021), large
+matrix products 0.8."""
 
 
 class Efficiencies(NamedTuple):
-    """Reached over published rates: round numbers with a reason, not fitted to any measurement."""
+    """Ratios of reached to published rates: round numbers with a reason, not fitted to any measurement."""
 
     matrix: float | None = None
-    """Ratio of reached to published rate of matrix products; None: `TYPICAL_PRODUCT` of the device's best, else
-    `UNKNOWN_PRODUCT`."""
+    """Ratio for matrix products; if None, `TYPICAL_PRODUCT` times the device's best ratio, or `UNKNOWN_PRODUCT` if that
+    is unknown."""
     memory: float = 0.75
-    """A plain copy reaches 0.8 to 0.9; kernels with strided or reduced axes less."""
+    """Ratio for memory bandwidth: a plain copy reaches 0.8 to 0.9, kernels with strided or reduced axes less."""
     link: float = 0.75
-    """Ring collectives of NCCL reach 0.75 to 0.9 of NVLink's rate on large messages."""
+    """Ratio for links: NCCL's ring collectives reach 0.75 to 0.9 of NVLink's rate with large messages."""
 
 
 class Rates(NamedTuple):
-    """A device's published rates; options override the table's."""
+    """A device's published rates, some of which options may override."""
 
     name: str
     """Name that profiles of the device carry."""
@@ -53,13 +53,13 @@ class Rates(NamedTuple):
 
     @property
     def memory(self) -> float:
-        """Return the memory bandwidth in bytes/s; BadInput if neither table nor option has it."""
+        """Return the memory bandwidth in bytes/s; raise BadInput if neither table nor option has it."""
         rate = self.memory_bytes_per_s or self.device.memory_bytes_per_s
         return self._given(rate, "no memory bandwidth", "--memory-gbyte-s")
 
     @property
     def link(self) -> float:
-        """Return the bandwidth of the link to the node's devices one way, bytes/s; BadInput if nothing has it."""
+        """Return the bytes/s of the link to the node's other devices in one direction; BadInput if it is not given."""
         rate = self.link_bytes_per_s or self.device.link_bytes_per_s
         return self._given(rate, "no link bandwidth", "--link-gbyte-s")
 
@@ -76,13 +76,13 @@ def rates_of(
     memory_bytes_per_s: float | None = None,
     link_bytes_per_s: float | None = None,
 ) -> Rates:
-    """Return the rates of a device by its key or its driver's name."""
+    """Return the rates of a device, which is named by its key or its driver's name."""
     driver_name, device = device_named(table, name)
     return Rates(driver_name, device, matrix_flops_per_s, memory_bytes_per_s, link_bytes_per_s)
 
 
 def matrix_efficiency(rates: Rates, efficiencies: Efficiencies, compute: str = "bfloat16") -> float:
-    """Return the share of a device's published rate that large products reach; by default that of 16 bits."""
+    """Return the share of a device's published rate that large matrix products reach in a number format."""
     if efficiencies.matrix is not None:
         return efficiencies.matrix
     if (reached := rates.device.reached.get(_format(compute))) is not None:
@@ -92,7 +92,7 @@ def matrix_efficiency(rates: Rates, efficiencies: Efficiencies, compute: str = "
 
 
 def _format(compute: str) -> Literal["bfloat16", "fp8", "nvfp4"]:
-    """Return the format whose figures of whole steps a number format has."""
+    """Return the format whose published whole-step rates apply to a number format."""
     return NVFP4 if compute == NVFP4 else FP8 if compute == FP8 else "bfloat16"
 
 
@@ -108,7 +108,7 @@ def machine_of(
 ) -> Machine:
     """Return the achievable rates of a device in a number format under a runtime.
 
-    Raises BadInput if neither table nor option has a figure.
+    Raises BadInput if neither table nor option has a rate.
     """
     memory, peak = rates.memory * efficiencies.memory, rates.matrix(compute)
     flash, _ = flash_share(rates.device, runtime.attention)
@@ -126,8 +126,8 @@ def machine_of(
         ExpertHabits(
             runtime.graphs, runtime.kernels_an_expert[compute in NARROW_BITS], runtime.fused_experts, runtime.bias_bytes
         ),
-        # torch.compile keeps of a gated feed-forward what products take and give: of a Llama block 17 times the stream
-        # in place of 20, low-rank matrices or not (functorch's min-cut partitioner).
+        # torch.compile keeps the inputs and outputs of a gated feed-forward part's matrix products: in a Llama block 17
+        # times the stream instead of 20, with or without low-rank matrices (functorch's min-cut partitioner).
         replace(runtime.held, fused_gate=runtime.held.fused_gate or compiled),
     )
 
@@ -139,17 +139,17 @@ class Machines(NamedTuple):
     ends: Machine
 
     def reached_in(self, type_name: str) -> Machine:
-        """Return the achievable rates for a type of layer."""
+        """Return the achievable rates for a layer type."""
         return self.ends if type_name in (EMBEDDING, HEAD) else self.blocks
 
 
 def machines_of(
     rates: Rates, compute: str, efficiencies: Efficiencies, runtime: Runtime = SHARDWRIGHT, compiled: bool = False
 ) -> Machines:
-    """Return the achievable rates in a number format; raise BadInput if neither table nor option has a figure.
+    """Return the achievable rates in a number format; raise BadInput if neither table nor option has a rate.
 
-    FP8 and NVFP4 are of products with a block's weights: attention, embedding and head stay in bfloat16, at the table's
-    rate.
+    FP8 and NVFP4 apply to matrix products with a block's weights: attention, embedding and head stay in bfloat16, at
+    the table's rate.
     """
     if compute not in NARROW_BITS:
         machine = machine_of(rates, compute, efficiencies, runtime, compiled)
@@ -167,7 +167,7 @@ def machines_of(
 def link_of(rates: Rates, efficiencies: Efficiencies) -> Link:
     """Return the link to other devices of the node; a given rate or efficiency applies to all message sizes.
 
-    Raises BadInput if neither table nor option has a figure.
+    Raises BadInput if neither table nor option has a rate.
     """
     published = rates.device.all_reduce_s or ()
     if rates.link_bytes_per_s is not None or efficiencies.link != Efficiencies().link:

@@ -18,7 +18,7 @@ SEEN_ERROR = (
 SEEN_LINK_ERROR = (
     "seen against 154 measured all_reduce times of vTrain (A100, V100, one node): median error 23 %, worst 80 %"
 )
-"""Errors with the default efficiencies; `benchmarks/analytic.py` computes both."""
+"""Errors seen with the default efficiencies; `benchmarks/analytic.py` computes both."""
 
 _NARROW_NOTE = (
     "Products with the weights of blocks are in {}; attention, embedding and head, and what is kept and sent, are in "
@@ -33,22 +33,22 @@ class Process(NamedTuple):
     communicator_bytes: int | None = None
     """Buffers of each NCCL communicator."""
     slack_bytes: int | None = None
-    """Memory that the allocator has taken and keeps unused."""
+    """Memory that the allocator has reserved but does not use."""
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of a process under any plan; unknown values are replaced by assumptions."""
+        """Return the bytes of a process under any plan; unknown sizes are replaced by assumptions."""
         context, slack, _ = self._sizes
         return context + slack
 
     @property
     def of_each_communicator(self) -> int:
-        """Return the bytes that are counted for each NCCL communicator, as given or assumed."""
+        """Return the given or assumed bytes of each NCCL communicator."""
         return self._sizes[2]
 
     @property
     def text(self) -> str:
-        """Return a sentence on the parts of this memory, and which of them were given."""
+        """Return a sentence on the parts of this memory, and on which of them were given."""
         parts = (f"{size} {use}" if given is None else f"{given} {use} (given)" for use, given, size in self._parts)
         return f"{self.bytes} bytes a process: {', '.join(parts)}"
 
@@ -58,7 +58,7 @@ class Process(NamedTuple):
 
     @property
     def _parts(self) -> tuple[tuple[str, int | None, int], ...]:
-        """Return each part's use, given size and assumed size; the context contains PyTorch's and cuBLAS's kernels."""
+        """Return use, given size and assumed size of each part; the context includes PyTorch's and cuBLAS's kernels."""
         return (
             ("for CUDA's context", self.context_bytes, 512 * MIB),
             ("that the allocator keeps unused", self.slack_bytes, 0),
@@ -73,7 +73,7 @@ class Process(NamedTuple):
 def model_notes(
     rates: Rates, efficiencies: Efficiencies, compute: str, runtime: Runtime, process: Process, compiled: bool
 ) -> str:
-    """Return the notes of a model profile, one sentence a line; the first says that nothing was measured."""
+    """Return the notes of a model profile, one sentence per line; the first says that nothing was measured."""
     device, kernels = rates.device, "fused kernels" if runtime.fused else "single operators, as in transformers"
     matrix = matrix_efficiency(rates, efficiencies, compute)
     return "\n".join(
@@ -108,7 +108,7 @@ def model_notes(
 def hardware_notes(
     rates: Sequence[Rates], efficiencies: Efficiencies, between: NodeRates | None, overlap: Overlap | None
 ) -> str:
-    """Return the notes of a hardware profile, one sentence a line; the first says that nothing was measured."""
+    """Return the notes of a hardware profile, one sentence per line; the first says that nothing was measured."""
     across = "one node, so nothing crosses nodes"
     if between is not None:
         across = f"between nodes {between.text} bytes/s a node (given) x {efficiencies.link:g}"
@@ -125,7 +125,7 @@ def hardware_notes(
 
 
 def _head(seen: str, efficiencies: Efficiencies) -> str:
-    """Return the sentence that a prediction repeats."""
+    """Return the first sentence, which predictions repeat."""
     other = "" if efficiencies == Efficiencies() else " (with the default efficiencies, which these are not)"
     return f"analytic, nothing was measured: {seen}{other}."
 
@@ -167,15 +167,16 @@ def _origin(given: float | None, source: str | None) -> str:
     return "given on the command line" if given is not None else str(source)
 
 
-# Errors of estimates of published runs: kept only here, equal to the figures of docs/accuracy.md.
+# Errors of estimates for published runs: stored only here, and equal to the figures in docs/accuracy.md.
 
 
 SPARE_SHARE = 0.08
-"""Share of a device's memory that is left free: of the given published runs that are then predicted to fit, fewer
-than a tenth failed, crashes for other reasons among them."""
+"""Share of a device's memory that is left free. Of the given published runs that are then predicted to fit, fewer than
+a tenth failed, including crashes for other reasons."""
 MEMORY_RANGE = (0.88, 1.23)
-"""Measured over predicted memory of over nine in ten of the 480 given published runs with tensor parallelism inside a
-node (from the 5th to the 95th percentile 0.89 to 1.21); nine of ten of them are nanotron's."""
+"""Range of the ratio of measured to predicted memory that contains over nine in ten of the 480 given published runs
+with tensor parallelism inside a node (5th to 95th percentile: 0.89 to 1.21); nine in ten of these runs are
+nanotron's."""
 EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 """Setting of PyTorch's allocator (before 2.9 PYTORCH_CUDA_ALLOC_CONF) without which a run that would fit may not."""
 SEEN = (
@@ -189,6 +190,6 @@ MEMORY_SEEN = (
 
 
 def memory_range(predicted_bytes: float) -> tuple[float, float]:
-    """Return the range of bytes in which nine of ten published runs were, for a predicted value."""
+    """Return the range of bytes that contains nine of ten published runs with this predicted value."""
     low, high = MEMORY_RANGE
     return low * predicted_bytes, high * predicted_bytes

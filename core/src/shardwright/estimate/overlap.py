@@ -9,19 +9,19 @@ _MAX_SLOWDOWN = 1000.0
 
 
 class Slowdowns(NamedTuple):
-    """Slowdowns of a computation and a collective that overlap: the ratio to the time without overlap, at least 1."""
+    """Slowdowns of a computation and a collective that overlap: ratios to the time without overlap, at least 1."""
 
     compute: float
     collective: float
 
 
 class Overlap(NamedTuple):
-    """Slowdowns by the link that the collective uses."""
+    """Slowdowns by the kind of link that the collective uses."""
 
     inside: Slowdowns
-    """Slowdowns with collectives inside a node."""
+    """Slowdowns if the collective is inside a node."""
     across: Slowdowns
-    """Slowdowns with collectives between nodes."""
+    """Slowdowns if the collective is between nodes."""
 
     @property
     def text(self) -> str:
@@ -36,9 +36,8 @@ class Overlap(NamedTuple):
 def overlap_slowdowns(text: str) -> Overlap:
     """Parse `1.25:1.1`, the slowdowns of a computation and of a collective, or `1.25:1.1,1.05:1.2`.
 
-    The second form gives those inside a node and across nodes.
-
-    Raises BadInput, naming the option, where the text says something else.
+    The second form gives slowdowns inside a node, then across nodes. Raises BadInput, naming the option, if the text
+    has another form.
     """
     try:
         pairs = [Slowdowns(*map(float, part.split(":"))) for part in text.split(",")]

@@ -1,8 +1,8 @@
 """Operations and saved tensors of the parts of a layer, from the shapes in the model's description and family facts.
 
-The parts are the description's regions: attention, feed-forward (mlp), lookup, logits. Each matrix but the lookup's
-multiplies the residual stream of `hidden` features: those of attention are as wide as its heads, those of a
-feed-forward part as the length that tensor parallelism divides.
+The parts are the description's regions: attention, feed-forward (mlp), lookup, logits. Each matrix, except the lookup's
+table, multiplies the residual stream of `hidden` features. Matrices of attention are as wide as all of its heads;
+matrices of a feed-forward part are as wide as the length that tensor parallelism divides.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,11 +25,12 @@ from shardwright.types import EMBEDDING, HEAD, LOW_RANK, LayerType, Model, Regio
 from shardwright.types.model import Traced
 
 _KERNELS = {"attention": 20, "mlp": 15, "lookup": 5, "logits": 15, "merge": 5, "join": 12}
-"""Kernels of one forward pass of a part, about the number that an unfused Hugging Face model launches."""
+"""Number of kernels of a part's forward pass, approximately as an unfused Hugging Face model launches them."""
 _COMPILED_KERNELS = _KERNELS | {"attention": 8, "mlp": 5}
-"""Kernels of a part of a compiled block: products and attention, and one kernel for what lies between two of them."""
+"""Number of kernels of a part in a compiled block: matrix products and attention, and one kernel between two of
+them."""
 _NORM_KERNELS = 7
-"""Kernels of a norm of single operators."""
+"""Number of kernels of a norm made of single operators."""
 _FLOAT32_BYTES = 4
 _NORM_KEEPS = {
     "LayerNorm": (1, 0),
@@ -37,38 +38,38 @@ _NORM_KEEPS = {
     "RMSNorm": (1, _FLOAT32_BYTES),
     "RMSNorm in float32": (0, 2 * _FLOAT32_BYTES),
 }
-"""Elements and further bytes that a norm of single operators keeps of a feature.
+"""Elements and further bytes that a norm made of single operators keeps for each feature.
 
 A LayerNorm keeps its input; an RMSNorm keeps its input in float32, and what it multiplies by its weights. A LayerNorm
-in float32 is not torch's: it keeps the distance from the mean, once for the variance and once to divide it by this.
+in float32 is not torch's: it keeps the distance from the mean, once for the variance and once for the division.
 """
 _NORM_MOVES = {"RMSNorm": 12, "RMSNorm in float32": 10}
-"""Bytes of a feature that an RMSNorm of single operators writes and reads besides, in a forward pass.
+"""Additional bytes that an RMSNorm made of single operators writes and reads per feature in a forward pass.
 
-Cast to float32, square, mean, product with the root, cast back, product with the weights move 36 bytes of a 16-bit
-element (transformers' LlamaRMSNorm, aten's `rms_norm`): 18 are written and read, less those kept.
+Cast to float32, square, mean, product with the root, cast back and product with the weights move 36 bytes per 16-bit
+element (transformers' LlamaRMSNorm, aten's `rms_norm`): 18 are written and read, minus those that are kept.
 """
 _ROTATION_BYTES = 10
-"""Bytes of a feature of queries and keys that rotary positions of single operators write and read in a forward pass.
+"""Bytes per feature of queries and keys that rotary positions of single operators write and read in a forward pass.
 
 Two products, a negated copy and a sum in 16 bits (transformers' `apply_rotary_pos_emb`), or a cast to float32, a
 complex product and a cast back (torchtitan's `apply_rotary_emb`), move 20 bytes.
 """
 _SOFT_CAP_BYTES = 6
-"""Bytes kept of a 16-bit attention score that is bounded: its hyperbolic tangent, and a softmax in float32."""
+"""Bytes kept for each 16-bit attention score that is soft-capped: its hyperbolic tangent, and a softmax in float32."""
 _GELU_COPIES = {"gelu_new": 3, "quick_gelu": 1}
-"""Tensors that unfused forms of GELU (Hendrycks and Gimpel 2016) keep in addition to their input and output."""
+"""Number of tensors that unfused forms of GELU (Hendrycks and Gimpel 2016) keep in addition to input and output."""
 _ID_BYTES = 8
 _QUERY_NORM = "q_norm.weight"
-"""End of the name of a parameter that layers have whose queries and keys are normed."""
+"""End of the name of a parameter that exists only in layers whose queries and keys are normed."""
 
 
 def layer_parts(model: Model, type_name: str, fused: bool = False, compiled: bool = False) -> tuple[Part, ...]:
     """Return the parts of one layer of a type, in order; together they have the type's floating-point operations.
 
-    `fused`: norms and activation functions are one kernel each, which keeps its input alone. `compiled`: torch.compile
-    has fused them, and all else between a block's products, too; it leaves embedding and head as they are.
-    Raises BadInput if the description does not say what flows between layers.
+    `fused`: norms and activation functions are one kernel each, which keeps only its input. `compiled`: torch.compile
+    has fused them, together with everything else between a block's matrix products; embedding and head are not
+    compiled. Raises BadInput if the description does not state what flows between layers.
     """
     if not compiled or type_name in (EMBEDDING, HEAD):
         return _parts(model, type_name, fused)
@@ -107,23 +108,24 @@ def _parts(model: Model, type_name: str, fused: bool) -> tuple[Part, ...]:
         for region, part in enumerate(made)
     ]
     if facts.norm.shared:
-        # The first part's norm is the others', too: they keep nothing outside the regions.
+        # The first part's norm is also used by the others, which keep nothing outside their regions.
         parts[1:] = [msgspec.structs.replace(part, outside=0, outside_bytes=0, normed=0) for part in parts[1:]]
     if facts.norm.ends and facts.norm.of_part == 1:
-        # Norms come last: the first part reads what enters the layer, and so do others unless norms end them.
+        # Norms come last: the first part reads the layer's input without a norm, and so do others unless norms end
+        # them.
         first = 1 if "attention" in facts.norm.ends else len(parts)
         parts[:first] = [msgspec.structs.replace(part, normed=0) for part in parts[:first]]
     if kind.experts is not UNSET:
         parts += _experts(model, kind, parts)
     parts = before + parts
-    # The description's count of operations holds; the shapes only say how it is shared out.
+    # The description's number of operations is used; the shapes only determine how it is divided among the parts.
     counted = sum(part.flops + part.whole_flops + part.outside_flops + part.attention_flops for part in parts)
     share = kind.forward_flops_per_sample / counted if counted else 0.0
     return tuple(part.scaled(share) for part in parts)
 
 
 def _traced_part(kind: LayerType, seen: Traced) -> Part:
-    """Return the one part of a block that was traced; where it is fused, nobody has seen."""
+    """Return the single part of a traced block; it is not known where the block's code fuses operations."""
     attention = next((region.attention for region in kind.regions if region.attention is not None), None)
     (tensor,) = kind.outputs
     length, result = tensor.sequence_length, tensor.sequence_length * tensor.features
@@ -159,7 +161,7 @@ def _traced_part(kind: LayerType, seen: Traced) -> Part:
 
 
 def _traced_head(model: Model, kind: LayerType, seen: Traced) -> Part:
-    """Return the part of a head whose norms were traced; its loss is the runtime's own."""
+    """Return the part of a head whose norms were traced; its loss is not traced, as the runtime replaces it."""
     (tensor,) = model.received_by(HEAD)
     logits = seen.widest
     return Part(
@@ -179,7 +181,10 @@ def _traced_head(model: Model, kind: LayerType, seen: Traced) -> Part:
 
 
 def _experts(model: Model, kind: LayerType, parts: list[Part]) -> list[Part]:
-    """Return the part of the experts, which comes last and whose output replaces the router's in the stream."""
+    """Return the parts of router and experts; the experts come last, and their output replaces the router's output.
+
+    `parts`: parts of the layer, of which the router, the last one, is removed.
+    """
     assert kind.experts is not UNSET
     router, hidden = parts.pop(), model.boundary[0].features
     rows = router.result // hidden * kind.experts.top_k
@@ -214,9 +219,9 @@ def _block_part(model: Model, type_name: str, region: Region, fused: bool) -> Pa
 
 
 def _with_norms(facts: Family, part: Part, norms: int, fused: bool, normed: int | None = None) -> Part:
-    """Return a part that saves the input of a first norm, with the additional tensors of its norms.
+    """Return a part that saves the input of its first norm, with the additional tensors of its `norms` norms.
 
-    They are of `normed` elements; None: of all that leave it.
+    `normed`: number of elements that are normed; None for all elements of the part's result.
     """
     elements, more = _norm_keeps(facts, fused)
     each = part.result if normed is None else normed
@@ -230,9 +235,10 @@ def _with_norms(facts: Family, part: Part, norms: int, fused: bool, normed: int 
 
 
 def _mtp_part(model: Model, type_name: str, facts: Family, fused: bool) -> Part:
-    """Return what a layer that predicts further tokens has before its block, and the norm behind it.
+    """Return the part before the block of a layer that predicts further tokens, including the norm after it.
 
-    Rows of a copy of the token table and the states are normed, joined, and multiplied by a matrix that each rank has.
+    Rows of a copy of the token table and the states are normed, joined, and multiplied by a matrix that each rank
+    holds.
     """
     kind, (stream, *_) = model.types[type_name], model.types[type_name].outputs
     hidden, size = stream.features, stream.sequence_length * stream.features
@@ -260,12 +266,12 @@ def _norm_moves(facts: Family, fused: bool) -> int:
 
 
 def _as_trained(part: Part, kind: LayerType, model: Model, facts: Family, fused: bool, region: int = 0) -> Part:
-    """Return a part of a layer (of the region with a number) with some parameters frozen.
+    """Return a part of a layer with the effect of frozen parameters; `region`: the number of the part's region.
 
-    If all of them are, nothing is kept for gradients of weights alone: what norms multiply by theirs, and what goes
-    into the matrices, but not what else an activation function keeps, or attention, of which a flash kernel keeps the
-    result. Low-rank matrices keep their input and the product of the first. If others are trained, all counts as
-    kept.
+    If all parameters are frozen, nothing is kept that only gradients of weights need: what norms multiply by their
+    weights, and the inputs of matrices. What activation functions and attention (a flash kernel: its result) need is
+    kept. Low-rank matrices keep their input and the result of the first one. If other parameters are trained,
+    everything counts as kept.
     """
     trained = kind.trained_share
     if any(LOW_RANK not in p.name for p in kind.trained_parameters):
@@ -273,7 +279,7 @@ def _as_trained(part: Part, kind: LayerType, model: Model, facts: Family, fused:
     norms = 1 if part.name == "logits" else facts.norm.of_part
     scaled, scaled_bytes = _norm_scales(facts, fused)
     pairs = low_rank_pairs(kind)[region] if kind.regions else ()
-    # Norms of queries and keys are all that is kept further inside.
+    # Norms of queries and keys are the only further things kept inside.
     _, more = _norm_keeps(facts, fused)
     normed = part.inside_bytes // more if more else 0
     enters, leaves = (any(by_inputs is last for _, by_inputs in pairs) for last in (False, True))
@@ -300,15 +306,15 @@ def _norm_scales(facts: Family, fused: bool) -> tuple[int, int]:
 
 
 def _norm_keeps(facts: Family, fused: bool) -> tuple[int, int]:
-    """Return the elements and additional bytes for each feature that a norm keeps; a fused one only keeps its input."""
+    """Return the elements and further bytes for each feature that a norm keeps; a fused one keeps only its input."""
     norm = facts.norm
     return _NORM_KEEPS["LayerNorm" if fused else f"{norm.kind}{' in float32' if norm.in_float32 else ''}"]
 
 
 def _attention_part(model: Model, type_name: str, region: Region, stream: int, hidden: int, fused: bool) -> Part:
-    """Return attention's part: queries, keys, values and output projection, 2 (q + k) features and their product.
+    """Return attention's part: queries, keys, values and output projection, with 2 (q + k) features in total.
 
-    Any kernel keeps what it adds to the scores of an image's windows: a bias, which is learned, and a mask.
+    Every kernel keeps what it adds to the scores of an image's windows: a learned bias and a mask.
     """
     a, (family, config) = attention_shape(model, type_name, region), facts_of_type(model, type_name)
     facts = family.attention
@@ -317,9 +323,9 @@ def _attention_part(model: Model, type_name: str, region: Region, stream: int, h
     norms_heads = any(p.name.endswith(_QUERY_NORM) for p in model.types[type_name].parameters)
     elements, more = (width // 2 * n * norms_heads for n in _norm_keeps(family, fused))
     copies = a.query_width * a.queries * facts.joins_features + width // 2 * facts.keeps_unrotated
-    # Heads are wider by the features of a sink, and so is all that is kept of them; the result is kept without, too.
+    # Heads are wider by the features of a sink, and so is what is kept of them; the result is kept without them, too.
     copies += (width * a.heads // a.query_width * SINK_FEATURES + a.query_width * a.queries) * facts.sinks
-    # A norm without weights keeps its input in float32: twice an element of 16 bits of queries and keys.
+    # A norm without weights keeps its input in float32: twice a 16-bit element of queries and keys.
     copies += width * facts.normed_heads(base_type(type_name), config)
     drops = _drops(model, type_name, region)
     moves = _norm_moves(family, fused) * norms_heads + _ROTATION_BYTES * (not fused and facts.positions == "rope")
@@ -353,7 +359,7 @@ def _attention_part(model: Model, type_name: str, region: Region, stream: int, h
 
 
 def _mlp_part(model: Model, type_name: str, region: Region, stream: int, hidden: int, fused: bool) -> Part:
-    """Return a part whose two matrices keep input and output of the activation function; a gate keeps its product."""
+    """Return a feed-forward part, which keeps input and output of the activation function, and a gate's product."""
     (family, config), kind = facts_of_type(model, type_name), model.types[type_name]
     activation, gated = family.feed_forward(config)
     copies = 0 if fused else _GELU_COPIES.get(activation, 0)
@@ -382,7 +388,7 @@ def _mlp_part(model: Model, type_name: str, region: Region, stream: int, hidden:
 
 
 def _merge(kind: LayerType) -> Part:
-    """Return the patch merging of Swin: a norm over four joined positions, and a product with half the features."""
+    """Return Swin's patch merging: a norm over four joined positions, and a matrix product to half the features."""
     (tensor,) = kind.outputs
     size = tensor.sequence_length * tensor.features
     return Part(
@@ -400,8 +406,8 @@ def _merge(kind: LayerType) -> Part:
 def _join(model: Model, type_name: str) -> Part:
     """Return the part that projects an image's states and inserts them into a text's positions.
 
-    It keeps what enters its two matrices and the activation function between them, the features that it puts into the
-    text, and where it puts them.
+    It keeps the inputs of its two matrices and of the activation function between them, the features that it inserts
+    into the text, and the places where it inserts them.
     """
     kind, (_, config) = model.types[type_name], facts_of_type(model, type_name)
     (tensor,) = kind.outputs
@@ -421,7 +427,7 @@ def _join(model: Model, type_name: str) -> Part:
 
 
 def _lookup(model: Model, kind: LayerType) -> Iterator[Part]:
-    """Yield a lookup for every tensor that the embedding outputs; the first writes the gradient of all tables."""
+    """Yield a lookup for every tensor that the embedding outputs; the first one writes the gradient of all tables."""
     for number, tensor in enumerate(kind.outputs):
         size = tensor.sequence_length * tensor.features
         regions = [region for region in kind.regions if region.leaves == tensor.name]
@@ -440,7 +446,7 @@ def _lookup(model: Model, kind: LayerType) -> Iterator[Part]:
 def _logits(model: Model, kind: LayerType) -> Part:
     """Return the part of the last norm and the logits, some of which are temporarily in float32.
 
-    Their input was counted before, and their gradient takes their place.
+    Their input is counted in the part before, and their gradient takes their memory.
     """
     received, family = tensors_of(model, HEAD), facts_of(model)
     names = {name for region in kind.regions for name in region.enters}
@@ -448,7 +454,7 @@ def _logits(model: Model, kind: LayerType) -> Part:
     weights = sum(p.numel(1) for p in kind.parameters if len(p.shape) > 1)
     positions = kind.labels or tensor.sequence_length
     logits = weights // tensor.features * positions
-    # Of further tokens one loss is computed after the other.
+    # Losses of further tokens are computed one after the other.
     at_once = logits // (1 + mtp_layers(model.layers))
     return Part(
         name="logits",
@@ -474,6 +480,6 @@ def _end(model: Model, type_name: str, region: Region, stream: int) -> dict[str,
 
 
 def _drops(model: Model, type_name: str, region: Region) -> bool:
-    """Return whether dropout applies to a part's output, which saves a mask."""
+    """Return whether dropout, which saves a mask, applies to a part's output."""
     family, config = facts_of_type(model, type_name)
     return bool(region.replays_sum) and family.drops(config)

@@ -1,6 +1,7 @@
 """Estimated profiles of models and hardware, from shapes and the device table, without measurements.
 
-Every number is marked `analytic`, and the notes say what was assumed and how far such numbers were from measured ones.
+Every number is marked `analytic`, and the notes state what was assumed, and how far such numbers were from measured
+ones.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,7 +45,7 @@ from shardwright.types.strategy import Dispatcher, LayerStrategy, Recompute, Str
 
 
 class AnalyticProfile(NamedTuple):
-    """A profile, and one sentence for each strategy that was left out."""
+    """An estimated profile, with one sentence for each strategy that was left out."""
 
     profile: ModelProfile
     left_out: tuple[str, ...]
@@ -61,8 +62,9 @@ def model_profile(
 ) -> AnalyticProfile:
     """Return the estimated profile of a model at the sequence length of each of its descriptions.
 
-    `runtime`: what it does beside its plan. `process`: what is known of its own memory.
-    Raises BadInput if these are of different models or of one length, and where no strategy fits.
+    `revised`: date of the device table. `runtime`: the system that runs the plans. `process`: what is known about the
+    process's memory. Raises BadInput if the descriptions are of different models or equal lengths, or if no strategy
+    fits.
     """
     model, process = _same_model(models), process or Process()
     precision = settings.precision
@@ -137,7 +139,7 @@ def hardware_profile(
 ) -> HardwareProfile:
     """Return the estimated hardware profile of a cluster, from the rates of its devices and of its network.
 
-    `overlap`: the given slowdowns of computations and collectives that overlap.
+    `revised`: date of the device table. `overlap`: the given slowdowns of computations and collectives that overlap.
     """
     links = [link_of(one, efficiencies) for one in rates]
     link = Link(min(one.bytes_per_s for one in links), max(one.step_s for one in links), _slowest_all_reduce(links))
@@ -153,7 +155,7 @@ def hardware_profile(
 
 
 def _slowest_all_reduce(links: Sequence[Link]) -> tuple[tuple[float, float], ...]:
-    """Return the published times of the slowest link; none if a link has none: then its rate applies to all sizes."""
+    """Return the published times of the slowest link; empty if any link has none, so that link rates apply."""
     published = [link.all_reduce for link in links]
     return max(published, key=lambda times: times[-1][1]) if all(published) else ()
 
@@ -193,7 +195,7 @@ def _strategies(models: Sequence[Model], settings: ProfileSettings) -> Iterator[
 def _layer_rows(
     model: Model, strategy: Strategy, settings: ProfileSettings, machines: Machines, fused: bool
 ) -> Iterator[LayerRow]:
-    """Yield the rows of layers that a strategy fits; if it does not divide the heads, only embedding and head."""
+    """Yield the rows of layer types that a strategy fits; if it does not divide the heads, only embedding and head."""
     sizes = micro_batch_sizes(settings)
     for name in (EMBEDDING, *block_types(model), HEAD):
         if misfit(model, name, strategy) is not None:
@@ -210,7 +212,7 @@ def _layer_rows(
 
 
 def _state_rows(model: Model, tp_sizes: Sequence[int], precision: Precision, machine: Machine) -> Iterator[StateRow]:
-    """Yield the states of each layer type; `reduction_s` is the reduction's time beyond its message, 0 for one rank."""
+    """Yield the states of each layer type; gradient reduction takes no time in addition to its messages."""
     stored, reduced = ITEMSIZE[precision.parameters], ITEMSIZE[precision.reduce]
     for name, tp_size in product((EMBEDDING, *block_types(model), HEAD), tp_sizes):
         kind = model.types[name]

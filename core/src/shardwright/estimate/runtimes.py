@@ -1,8 +1,8 @@
 """Named runtimes: the kernels, overlap and memory of the systems that run plans, with their sources.
 
-Estimates take kernels, overlap, and what is held in memory (`held`). Fitted are the host's time for each kernel
-(`OPERATOR_S`, to layer times), its kernels for each expert and what their biases move, and nanotron's floor of
-pipelines between nodes.
+Estimates use a runtime's kernels, its overlap, and what it holds in memory (`held`). Fitted to measurements are: the
+host's time for each kernel (`OPERATOR_S`, to layer times), the kernels for each expert, the bytes that experts' biases
+move, and nanotron's least time of a block in pipelines between nodes.
 """
 
 from collections.abc import Mapping
@@ -31,30 +31,30 @@ from shardwright.types import Attention, Microseconds, NonNegativeNumber
 from shardwright.types.strategy import Dispatcher
 
 OPERATOR_S = 42e-6
-"""Time that the host takes for a kernel of eager PyTorch: Python, autograd, dispatch and driver.
+"""Seconds that the host takes for a kernel of eager PyTorch: Python, autograd, dispatch and driver.
 
-Fitted with the kernels of `parts`: it minimizes the median (14 %) and the mean error of the 272 layer times of
-benchmarks/analytic.py, FASOP's among them, which the host bounds.
+Fitted with the kernels of `parts`: it minimizes the median (14 %) and the mean error over the 272 layer times of
+benchmarks/analytic.py, including FASOP's, which the host limits.
 """
 
 
 class AttentionKernel(StrEnum):
-    """The attention kernel that estimates take the rate of."""
+    """The attention kernel whose rate estimates use."""
 
     FLASH2 = "flash2"
     """FlashAttention-2, as in PyTorch and the flash-attn package."""
     FLASH3 = "flash3"
-    """FlashAttention-3 or cuDNN's kernel if the table of devices has its rate, else FlashAttention-2."""
+    """FlashAttention-3 or cuDNN's kernel if the device table has its rate, else FlashAttention-2."""
     EAGER = "eager"
     """Matrix products and a softmax that keep all scores, as in runs of 2022 and before."""
 
 
 class Graphs(StrEnum):
-    """The part of a step that CUDA graphs replay, whose kernels the host does not start one by one."""
+    """The part of a step that CUDA graphs replay, so that the host does not start its kernels one by one."""
 
     NONE = "none"
     PARTIAL = "partial"
-    """Everything but the experts (Megatron's cuda_graph_scope of attn, moe_router and moe_preprocess)."""
+    """Everything except experts (Megatron's cuda_graph_scope of attn, moe_router and moe_preprocess)."""
     FULL = "full"
     """The whole iteration."""
 
@@ -74,45 +74,47 @@ class RuntimeName(StrEnum):
 
 
 class Runtime(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The habits of a runtime that a plan does not decide."""
+    """The habits of a runtime that a plan does not determine."""
 
     name: RuntimeName
     fused: bool
-    """Whether norms and activation functions are one kernel each, which only keeps its input."""
+    """Whether norms and activation functions are one kernel each, which keeps only its input."""
     few_kernels: bool = False
     """Whether a block starts as few kernels as a compiled one."""
     attention: AttentionKernel
     message_pieces: Annotated[int, Meta(ge=1)] = 1
-    """Number of pieces of a tensor-parallel message inside a node; all but one overlap with products; 1: nothing
-    overlaps."""
+    """Number of pieces of a tensor-parallel message inside a node; all except one overlap with matrix products. 1:
+    nothing overlaps."""
     overlap: Overlap | None = None
-    """Slowdowns of overlapped data parallelism and computation; None: they do not overlap."""
+    """Slowdowns of computation and of data parallelism that overlap; None if they do not overlap."""
     gathers_alone: bool = False
-    """Whether ZeRO-2's gather of parameters ends the optimizer's step, whatever overlaps."""
+    """Whether ZeRO-2 gathers parameters at the end of the optimizer's step, which never overlaps with computation."""
     operator_s: NonNegativeNumber = OPERATOR_S
-    """Time of the host for each kernel."""
+    """Seconds of the host for each kernel."""
     graphs: Graphs = Graphs.NONE
-    """CUDA graphs that it replays."""
+    """The part of a step that CUDA graphs replay."""
     dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL
-    """How rows get to the ranks of their experts."""
+    """How rows are sent to the ranks of their experts."""
     overlaps_experts: bool = False
-    """Whether exchanges of experts overlap with computation of another micro-batch, if a plan has one at hand."""
+    """Whether exchanges of experts overlap with the computation of another micro-batch, if the plan has one to
+    compute."""
     fused_experts: bool = False
     """Whether experts are one fused operator, without separate passes that permute or quantize their rows."""
     fp8_attention: bool = False
-    """Whether attention is in FP8 too if products are."""
+    """Whether attention is in FP8, too, if matrix products are."""
     kernels_an_expert: tuple[int, int] = (0, 0)
-    """Kernels that it starts for each local expert in a forward pass, in 16 bits and in fewer."""
+    """Number of kernels that the runtime starts for each local expert in a forward pass: in 16 bits, and in fewer."""
     bias_bytes: int = 0
-    """Bytes that a forward pass writes, and reads, for each element of a row whose experts have biases."""
+    """Bytes that a forward pass writes, and reads, for each element of a row if experts have biases."""
     whole_scores_from: int | None = None
-    """Sequence length from which attention also computes masked scores; None: never."""
+    """Sequence length from which attention also computes masked scores; None if it never does."""
     copies_gathers: bool = False
     """Whether tensor-parallel messages along the sequence are copied on the device once more."""
     held: Held = OURS
-    """What it holds in memory unlike this project's runtime."""
+    """How the runtime's memory differs from this project's runtime."""
     pipelined_block_ms: Mapping[int, float] = MappingProxyType({})
-    """Least time of a block and micro-batch, both passes, by tensor parallelism, in pipelines between nodes."""
+    """Least milliseconds of a block for a micro-batch, both passes together, in pipelines between nodes, by
+    tensor-parallel size."""
     sources: tuple[str, ...]
 
     @property
@@ -135,10 +137,10 @@ class Runtime(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
 
     def tuned(self, scaled_in: Literal["mxfp8", "nvfp4"] | None) -> "Runtime | None":
-        """Return the runtime with the expert settings of its tuned recipes; None: it has no such recipes.
+        """Return the runtime with the expert settings of its tuned recipes, or None if it has no such recipes.
 
-        `scaled_in`: format of products that are scaled in small blocks; None: they are not. (Megatron-Bridge 067f987
-        and 0.6.2, perf_recipes.)
+        `scaled_in`: format of matrix products that are scaled in small blocks; None if they are not. (Megatron-Bridge
+        067f987 and 0.6.2, perf_recipes.)
         """
         if self.name is not RuntimeName.MEGATRON_CORE:
             return None
@@ -173,20 +175,20 @@ SHARDWRIGHT = Runtime(
 """The runtime of this project; a plan's settings decide the rest."""
 
 _NANOTRON_BLOCK_MS = MappingProxyType({2: 8.0, 4: 12.0, 8: 20.0, 16: 44.0, 32: 124.0})
-"""Fitted to the playbook's 1B and 8B: the least time of a stage's micro-batch for each block, in pipelines between
-nodes.
+"""Fitted to the playbook's 1B and 8B models: the least milliseconds of a stage's micro-batch for each block, in
+pipelines between nodes, by tensor-parallel size.
 
-A block sends 12 collectives: about 0.15 ms for each of them and each rank of tensor parallelism inside a node, 0.3 ms
-on four, whatever their bytes, and nothing for one rank. So the host spends it, on something that visits every rank.
-torch's check of each collective (TORCH_DISTRIBUTED_DEBUG=DETAIL: a barrier and an all-gather through gloo) costs that
-way; whether these runs, which were all started again after a repair of pipelines, had it is not recorded.
+A block sends 12 collectives: about 0.15 ms for each collective and each tensor-parallel rank inside a node, 0.3 ms on
+four nodes, whatever their bytes, and nothing for one rank. So the host spends this time, on something that visits every
+rank. torch's check of each collective (TORCH_DISTRIBUTED_DEBUG=DETAIL: a barrier and an all-gather through gloo) costs
+time in this way; it is not recorded whether these runs, which were all restarted after a repair of pipelines, had it.
 """
 
 _STOCK_MODELS = (
     "transformers/models/*/modeling_*.py: norms and activation functions of single operators, attention by "
     "scaled_dot_product_attention; loss/loss_utils.py: logits in float32",
 )
-"""Sources of systems that run the stock models of transformers."""
+"""Sources for systems that run the stock models of transformers."""
 
 RUNTIMES: Mapping[RuntimeName, Runtime] = MappingProxyType(
     {
@@ -207,9 +209,10 @@ RUNTIMES: Mapping[RuntimeName, Runtime] = MappingProxyType(
                 attention=AttentionKernel.FLASH3,
                 message_pieces=4,
                 overlap=_BESIDE,
-                # 4 kernels of FP8 casts and products, 2 of 16 bits: fitted to given runs on B200. A bias is multiplied,
-                # added and joined in float32 (`_apply_bias` of megatron/core/transformer/moe/experts.py): 28 bytes
-                # forward and 40 backward as counted; written and read they are 168, as given runs of gpt-oss show.
+                # 4 kernels for casts and matrix products in FP8, 2 in 16 bits: fitted to given runs on B200. A bias is
+                # multiplied, added and joined in float32 (`_apply_bias` of megatron/core/transformer/moe/experts.py):
+                # 28 bytes forward and 40 backward by counting; written and read that is 168 for each element, as given
+                # runs of gpt-oss show.
                 kernels_an_expert=(2, 4),
                 bias_bytes=28,
                 held=BY_MEGATRON_CORE,
@@ -315,44 +318,44 @@ RUNTIMES: Mapping[RuntimeName, Runtime] = MappingProxyType(
 
 
 class RuntimeOptions(Options, frozen=True, kw_only=True):
-    """Options that name the runtime to assume, and better figures for it."""
+    """Options that choose the runtime to assume, and replace some of its figures."""
 
     runtime: RuntimeName | None = None
-    """Runtime whose kernels and overlap are assumed, shardwright unless a system implies its runtime; the next options
-    replace one of its habits each."""
+    """Runtime whose kernels and overlap are assumed: shardwright unless a system implies its runtime. Each of the next
+    options replaces one of its habits."""
     attention: AttentionKernel | None = None
-    """Attention kernel whose rate is taken: flash2, flash3 (or cuDNN's), eager; by default the runtime's."""
+    """Attention kernel whose rate is used: flash2, flash3 (or cuDNN's), eager; by default the runtime's."""
     fused: bool = False
     """Norms and activation functions are one kernel each, whatever the runtime."""
     recompute_modules: tuple[Module, ...] = ()
     """Module that Megatron-LM recomputes in addition to a plan's recomputation: moe_act, layernorm, mla_up_proj,
-    core_attn or moe, whose rows are not counted as sent again; may be repeated."""
+    core_attn or moe (without counting that its rows are sent again); may be repeated."""
     launch_us: Microseconds | None = None
-    """Time of the host for each kernel, in µs: by default the runtime's, 42 as of eager PyTorch; 0 if CUDA graphs
-    replay kernels."""
+    """Time of the host for each kernel, in µs: by default the runtime's, which is 42 for eager PyTorch; 0 if CUDA
+    graphs replay kernels."""
     dispatcher: Dispatcher | None = None
-    """How rows get to the ranks of their experts: all-to-all, or per-node, once to each node or NVLink domain as DeepEP
-    and HybridEP do; by default the runtime's."""
+    """How rows are sent to the ranks of their experts: all-to-all, or per-node, once to each node or NVLink domain as
+    in DeepEP and HybridEP; by default the runtime's."""
     overlap_experts: bool = False
-    """Exchanges of experts overlap with computation of another micro-batch, in plans of one pipeline stage or of
-    interleaved ones, without full recomputation (Megatron's --overlap-moe-expert-parallel-comm)."""
+    """Exchanges of experts overlap with the computation of another micro-batch, in plans with one pipeline stage or
+    with interleaved ones, without full recomputation (Megatron's --overlap-moe-expert-parallel-comm)."""
     graphs: Graphs | None = None
-    """What CUDA graphs replay: none, partial (all but experts) or full; by default the runtime's."""
+    """What CUDA graphs replay: none, partial (all except experts) or full; by default the runtime's."""
     fused_experts: bool = False
     """Experts are one operator (Transformer Engine's operator fuser)."""
     overlap_slowdowns: str | None = None
-    """Slowdowns of a computation and a collective of data parallelism that overlap, as factors of time, as 1.25:1.1;
-    inside a node and across nodes as 1.25:1.1,1.05:1.2. By default as the runtime has it."""
+    """Slowdowns of a computation and a collective of data parallelism that overlap, as factors of time, such as
+    1.25:1.1; inside a node and across nodes, such as 1.25:1.1,1.05:1.2; by default the runtime's."""
 
     @property
     def assumed(self) -> Runtime:
-        """Return this project's runtime, changed by the options; raise BadInput naming the option at fault."""
+        """Return this project's runtime, changed by the options; raise BadInput, naming the option at fault."""
         return self.assumed_of(SHARDWRIGHT)
 
     def assumed_of(self, implied: Runtime) -> Runtime:
         """Return the named runtime, or else the implied one, changed by the options.
 
-        Raises BadInput naming the option at fault.
+        Raises BadInput, naming the option at fault.
         """
         known = implied if self.runtime is None else RUNTIMES[self.runtime]
         return replace(
@@ -370,7 +373,7 @@ class RuntimeOptions(Options, frozen=True, kw_only=True):
 
 
 def attention_of(runtime: Runtime, asked: Attention) -> tuple[AttentionKernel, Attention]:
-    """Return the kernel whose rate applies, and the plan's attention, from the runtime's and the settings' kernels."""
+    """Return the kernel whose rate applies, and the plan's attention, for a runtime and the requested attention."""
     if asked is Attention.AUTO:
         return runtime.attention, Attention.EAGER if runtime.attention is AttentionKernel.EAGER else asked
     if asked in (Attention.EAGER, Attention.SDPA_MATH):

@@ -1,4 +1,4 @@
-"""The settings of a model's profile: which strategies, sizes and lengths are measured or estimated."""
+"""The settings of a model's profile: the strategies, sizes and lengths that are measured or estimated."""
 
 from enum import StrEnum
 from itertools import product
@@ -38,7 +38,7 @@ class Grid(StrEnum):
     FEWEST = "fewest"
     """Every micro-batch size at the model's own length, and the smallest one at every other length.
 
-    Of a range only what determines a curve and leaves one point to judge it by: 3 micro-batch sizes, 4 lengths.
+    From a range, only as many values as determine a curve, and one more to check it: 3 micro-batch sizes, 4 lengths.
     """
     FULL = "full"
     """Every micro-batch size at every length."""
@@ -74,20 +74,21 @@ class ProfileSettings(Document, frozen=True, kw_only=True, forbid_unknown_fields
     sequence_parallel: Annotated[tuple[SequenceParallel, ...], Meta(min_length=1)]
     recompute: RecomputeChoice
     micro_batch_sizes: _Counts | Range
-    """Samples of one tensor-parallel group in a microbatch."""
+    """Samples of a micro-batch on one tensor-parallel group."""
     sequence_lengths: _Counts | Range | None = None
-    """Tokens of a sample; the model's own length is always included, and null means only that one."""
+    """Tokens of a sample. The model's own length is always included; null means only that one."""
     grid: Grid = Grid.FEWEST
     layers: tuple[Count, Count] = (1, 3)
     """Number of layers of a block type in its shorter and in its longer probe."""
     precision: Precision = Precision()
     attention: Attention = Attention.AUTO
     compile: bool = False
-    """Compilation of each layer by torch.compile."""
+    """Whether torch.compile compiles each layer."""
     cp_sizes: tuple[SeveralRanks, ...] = ()
-    """Ranks that share the positions of a sample out: two or more probes each check the time derived for a layer.
+    """Numbers of ranks over which the positions of a sample are split: two or more probes for each check the time
+    derived for a layer.
 
-    The length of a share must be one of `sequence_lengths`.
+    The length of a rank's part must be one of `sequence_lengths`.
     """
 
     def __post_init__(self) -> None:
@@ -112,7 +113,7 @@ class ProfileSettings(Document, frozen=True, kw_only=True, forbid_unknown_fields
         return tuple(dict.fromkeys((t, kind if t > 1 else SequenceParallel.NONE) for t, kind in asked))
 
     def lengths(self, model_length: int) -> tuple[int, ...]:
-        """Return the sequence lengths that are measured of a model; the model's own, `model_length`, comes first."""
+        """Return the sequence lengths that are measured; the model's own, `model_length`, comes first."""
         asked = self._values(self.sequence_lengths or (), _LENGTHS_OF_A_RANGE)
         return (model_length, *(length for length in asked if length != model_length))
 
@@ -140,12 +141,12 @@ class ProfileSettings(Document, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def block_types(model: Model) -> tuple[str, ...]:
-    """Return the types of a model's layers, in the order of their first layer."""
+    """Return the types of a model's blocks, in the order of their first occurrence."""
     return tuple(dict.fromkeys(model.layers))
 
 
 def misfit_of(model: Model, strategy: Strategy) -> str | None:
-    """Return why embedding, head or a block cannot be sharded this way; None if all can."""
+    """Return why embedding, head or a block cannot be sharded by a strategy; None if all can."""
     problems = (misfit(model, name, strategy) for name in (EMBEDDING, *block_types(model), HEAD))
     return next((problem for problem in problems if problem is not None), None)
 

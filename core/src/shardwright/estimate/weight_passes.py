@@ -1,8 +1,9 @@
 """Weight passes of a split backward pass: their share of its time, and what is kept for them.
 
-A weight pass has one product for each trained matrix, as much work as that of the forward pass. The products of experts
-stay in the backward pass. The share is that of the operations, kernels and bytes of a layer on one kind of device; it
-is applied to a backward pass whose time is estimated or measured, and is an estimate in both cases.
+A weight pass has one matrix product for each trained matrix, which is as much work as in the forward pass. The matrix
+products of experts stay in the backward pass. The share is computed from the operations, kernels and bytes of a layer
+on one kind of device. It is applied to a backward pass whose time is estimated or measured, and is an estimate in both
+cases.
 """
 
 from typing import NamedTuple
@@ -16,16 +17,17 @@ from shardwright.types import EMBEDDING, HEAD, ITEMSIZE, LayerType, Model, Param
 from shardwright.types.plan import Attention
 
 _DEVICE = Machine(220.0, 1.0, Link(0.0, 0.0))
-"""A device that makes 220 operations of products while it moves a byte, as recent ones do in 16 bits."""
+"""A device that computes 220 operations of matrix products in the time in which it moves a byte, as recent devices do
+in 16 bits."""
 
 
 class WeightPass(NamedTuple):
     """The weight pass of one microbatch through a layer."""
 
     share: float
-    """Its part of the time of the whole backward pass."""
+    """The weight pass's share of the time of the whole backward pass."""
     deferred_bytes: int
-    """Bytes of inputs and gradients of outputs that a rank keeps for it after the backward pass."""
+    """Bytes of inputs and of outputs' gradients that a rank keeps for the weight pass after the backward pass."""
 
 
 NO_WEIGHT_PASS = WeightPass(0.0, 0)
@@ -34,7 +36,7 @@ NO_WEIGHT_PASS = WeightPass(0.0, 0)
 def weight_pass(
     model: Model, type_name: str, strategy: Strategy, samples: int, precision: Precision, attention: Attention
 ) -> WeightPass:
-    """Return the weight pass of a layer, for `samples` in a microbatch; the embedding and the head have none."""
+    """Return the weight pass of a layer for micro-batches of `samples` samples; embedding and head have none."""
     kind = model.types[type_name]
     if type_name in (EMBEDDING, HEAD) or not kind.has_backward:
         return NO_WEIGHT_PASS
@@ -47,9 +49,9 @@ def weight_pass(
 
 
 def _features(kind: LayerType, parts: int) -> int:
-    """Return the features of a position that products of matrices take in, and of gradients of what they give.
+    """Return the features per position that are kept for a weight pass: inputs of matrices, and gradients of outputs.
 
-    Matrices of a module that take in as many features share their input: queries, keys and values; gate and up.
+    Matrices of one module with equally many inputs share their input: queries, keys and values; gate and up.
     """
     found, inputs = 0, set[tuple[str, int]]()
     for parameter in kind.parameters:
@@ -70,7 +72,7 @@ def _features(kind: LayerType, parts: int) -> int:
 
 
 def _is_matrix(parameter: Parameter, kind: LayerType) -> bool:
-    """Return whether a parameter is a matrix of which the runtime leaves the product to a weight pass."""
+    """Return whether a parameter is a matrix whose gradient the runtime computes in a weight pass."""
     routes = kind.experts is not UNSET and parameter.shape[0] == kind.experts.number
     if not parameter.name.endswith(".weight") or not parameter.trained or parameter.shared or routes:
         return False

@@ -2,10 +2,10 @@
 
 ShardwrightError
 ├── BadInput     2   a file or a value that cannot be used, or a locked run
-├── NothingFits  3   an answer: no plan in the asked space fits, by how much
-├── ReaderGone 141   nobody reads standard output any more, which is not said
+├── NothingFits  3   an answer: no plan in the requested space fits, and by how much
+├── ReaderGone 141   the reader of standard output has ended; no error line is printed
 ├── RunFailed    4   a run that failed: NaN loss, a dead rank, a hang
-│   ├── OutOfMemory  a device had less memory than was asked of it
+│   ├── OutOfMemory  a device had less memory than was requested
 │   └── RanksLost    ranks were killed, hang, or are gone with their node
 └── Stopped     75   stopped in order; run the same command again to resume
 """
@@ -23,7 +23,7 @@ _MAX_CHARACTERS = 1000
 
 
 class ShardwrightError(Exception):
-    """The base of all errors that end a command with one line and an exit code."""
+    """The base class of all errors that end a command with one line and an exit code."""
 
     exit_code: ClassVar[int] = 1
 
@@ -37,28 +37,28 @@ class BadInput(ShardwrightError):
         super().__init__(str(file), problem, remedy)
 
     def __str__(self) -> str:
-        """`FILE: what: what to do`, on one line."""
+        """Return `FILE: what: what to do` on one line."""
         return ": ".join(_on_one_line(str(part)) for part in self.args)
 
 
 WRITE_AGAIN = "write it again; a result of the workflow is made again once you delete it"
-"""The remedy for a file that is damaged, or of another version."""
+"""The remedy for a file that is damaged, or has another version."""
 
 
 class NothingFits(ShardwrightError):
-    """No plan of the requested space fits the budget."""
+    """No plan of the requested space fits the memory budget."""
 
     exit_code = 3
 
 
 class ReaderGone(ShardwrightError):
-    """A reader of standard output that ended before its writer, as `head` does: the command ends as Unix tools do."""
+    """The reader of standard output, such as `head`, ended before the writer: the command ends as Unix tools do."""
 
     exit_code = 128 + signal.SIGPIPE
 
 
 class RunFailed(ShardwrightError):
-    """A run that ended before its last step for a reason that resuming does not fix by itself."""
+    """A run that ended before its last step for a reason that resuming by itself does not fix."""
 
     exit_code = 4
 
@@ -74,22 +74,22 @@ class OutOfMemory(RunFailed):
 
 
 class RanksLost(RunFailed):
-    """Ranks that are gone or hang, with no sign that this would recur."""
+    """Ranks are gone or hang, with no sign that this would happen again."""
 
     def __init__(self, text: str, *, nodes: tuple[int, ...] = (), start: int = 0) -> None:
         super().__init__(text)
         self.nodes, self.start = nodes, start
-        """The nodes whose launchers are gone, and the number of earlier starts of the ranks."""
+        """The nodes whose launchers are gone, and the number of times that ranks were started before."""
 
 
 class Stopped(ShardwrightError):
-    """A run was stopped on request; its state is saved and it can be resumed."""
+    """A run was stopped on request; its state is saved, and it can be resumed."""
 
     exit_code = 75
 
 
 def system_fault(error: OSError | MemoryError, file: object = None) -> BadInput:
-    """Return a BadInput of one line for an error of the operating system: about a file if known, else the machine."""
+    """Return a one-line BadInput for an error of the operating system, about its file if known, else the machine."""
     if isinstance(error, MemoryError):
         return BadInput("memory", "there is too little of it here", "ask for less at once, or use a larger machine")
     problem = error.strerror or " ".join(str(error).split())
@@ -113,7 +113,7 @@ _REMEDIES = {
 
 
 def _on_one_line(text: str) -> str:
-    """Return a text, possibly from a hostile file, without line breaks and control characters, shortened if long."""
+    """Return text, possibly from a hostile file, on one line without control characters, shortened if long."""
     line = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
     return line if len(line) <= _MAX_CHARACTERS else f"{line[:_MAX_CHARACTERS]}…"
 
@@ -133,7 +133,7 @@ def one_line_errors() -> Iterator[None]:
 
 _MOST = 3
 _ALIKE = 0.6
-"""The least similarity, from 0 to 1, of a name that may have been meant: the default of `difflib.get_close_matches`."""
+"""Lowest similarity, from 0 to 1, of a name that is suggested: the default of `difflib.get_close_matches`."""
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
@@ -144,7 +144,7 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
 
 
 def _likeness(name: str, known: str) -> float:
-    """Return the similarity of two names: the mean for the whole name and for its beginning."""
+    """Return the similarity of a name to a known one: the mean for the whole known name and for its beginning."""
     return sum(SequenceMatcher(None, name, other).ratio() for other in (known, known[: len(name)])) / 2
 
 
@@ -155,9 +155,9 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\u
 
 
 def has_controls(text: str) -> bool:
-    """Return whether a text contains characters that control a terminal or are not valid in XML.
+    """Return whether a string contains characters that control a terminal or are not valid in XML.
 
-    That is control characters but line breaks and tabs, changes of the writing direction, separators of lines and
-    paragraphs, halves of surrogate pairs, and the two characters that are none.
+    These are control characters except line breaks and tabs, changes of the writing direction, separators of lines and
+    paragraphs, halves of surrogate pairs, and the two noncharacters U+FFFE and U+FFFF.
     """
     return _CONTROLS.search(text) is not None

@@ -1,4 +1,4 @@
-"""Profiles in HDF5, generated from a profile's fields: written reproducibly and read with suspicion."""
+"""Profiles in HDF5, generated from a profile's fields: written reproducibly, and read with full validation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from shardwright.io.table import Column, Row, Table, columns_of
 
 _MAX_BYTES = 2**30
 OPTIONAL = MappingProxyType({"optional": True})
-"""Metadata of the field of a table that a file may lack."""
+"""Metadata of a table's field that means that files may omit the table."""
 _MAX_ROWS = 10_000_000
 _MAX_ATTRIBUTE_BYTES = 64 * 1024
 
@@ -28,18 +28,19 @@ class Provenance(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Creation date, software and notes of a profile."""
 
     date: str
-    """UTC day, as 2026-01-31; if several files were joined, the latest."""
+    """UTC day, such as 2026-01-31; if several files were joined, the latest day."""
     versions: str
-    """Versions of the software and the device's driver that measured, as `torch 2.13.0, driver 550.54`."""
+    """Versions of the software and of the device's driver during the measurement, such as `torch 2.13.0, driver
+    550.54`."""
     notes: str = ""
-    """Sources, assumptions and defects, one sentence a line."""
+    """Sources, assumptions and defects, one sentence per line."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Profile:
-    """A value stored as an HDF5 file: its fields are texts, structs of texts, and tables.
+    """A value stored as an HDF5 file: its fields are strings, structs of strings, and tables.
 
-    A table whose field is `OPTIONAL` may be missing in a file; without rows it is not written.
+    A table whose field is `OPTIONAL` may be missing in a file; it is not written if it has no rows.
     """
 
     FORMAT: ClassVar[str]
@@ -55,15 +56,15 @@ ProfileType = TypeVar("ProfileType", bound=Profile)
 
 
 def tables_of(kind: type[Profile]) -> dict[str, type[Row]]:
-    """The row types of a profile's tables, by name."""
+    """Return the row types of a profile's tables, by the table's name."""
     return {name: get_args(hint)[0] for name, hint in _fields(kind).items() if get_origin(hint) is Table}
 
 
 def write_profile(path: Path, profile: Profile) -> None:
-    """Write a profile; equal content gives equal bytes. Raises BadInput if its tables contradict each other."""
+    """Write a profile; equal content gives equal bytes. Raise BadInput if its tables contradict each other."""
     if (problem := profile.problem) is not None:
         raise BadInput(path, problem, "measure these points again")
-    # Made in memory: HDF5 does not come back from a write that the system refuses.
+    # Written to memory first: HDF5 does not recover from a write that the system refuses.
     content = BytesIO()
     with h5py.File(content, "w", libver="v110", track_order=True) as file:
         file.attrs["format"] = profile.FORMAT
@@ -79,7 +80,7 @@ def write_profile(path: Path, profile: Profile) -> None:
 
 
 def read_profile(path: Path, kind: type[ProfileType]) -> ProfileType:
-    """Read a profile; raise BadInput for any value that is not valid."""
+    """Read a profile; raise BadInput if any value is not valid."""
     with _opened(path) as file:
         _check_header(path, file, kind)
         values: dict[str, Any] = {}
@@ -100,7 +101,7 @@ def read_profile(path: Path, kind: type[ProfileType]) -> ProfileType:
 
 
 def format_of(path: Path) -> object:
-    """Return the format that an HDF5 file declares; raise BadInput if the file has no such attribute."""
+    """Return the format that an HDF5 file declares, or None if it declares none; raise BadInput if it is unreadable."""
     with _opened(path) as file:
         return _attribute(path, file, "format")
 
@@ -111,7 +112,7 @@ def _fields(kind: type[Profile]) -> dict[str, Any]:
 
 
 def _defaults(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the texts that a file may omit, with their defaults."""
+    """Return the string fields that a file may omit, with their defaults."""
     fields = msgspec.structs.fields(kind)
     return {field.name: field.default for field in fields if field.default is not msgspec.NODEFAULT}
 
@@ -122,7 +123,7 @@ def _not_by_default(texts: msgspec.Struct) -> dict[str, Any]:
 
 
 def _optional(kind: type[Profile]) -> frozenset[str]:
-    """The names of the tables that a file may omit."""
+    """Return the names of the tables that a file may omit."""
     return frozenset(field.name for field in fields(kind) if field.metadata == OPTIONAL)
 
 
@@ -140,14 +141,14 @@ def _write_table(file: h5py.File, name: str, table: Table[Row]) -> None:
     group = file.create_group(name, track_order=True)
     for column, spec in columns_of(table.row_type).items():
         values = table[column]
-        # An empty dataset has no chunks to put a checksum on.
+        # An empty dataset has no chunks that could have a checksum.
         stored = {"chunks": values.shape, "fletcher32": True} if len(values) else {}
         dataset = group.create_dataset(column, data=values, track_times=False, **stored)
         dataset.attrs["unit"] = spec.unit
 
 
 def _read_table(path: Path, file: h5py.File, name: str, row_type: type[Row]) -> Table[Row]:
-    """Read a table, refusing links, other columns, dtypes, units or lengths, and values that cannot be."""
+    """Read a table; refuse links, other columns, dtypes, units or lengths, and invalid values."""
     columns = columns_of(row_type)
     with _h5py_errors(path, f"table {name} is not readable"):
         group = _hard_linked(path, file, name, h5py.Group)
@@ -186,7 +187,7 @@ def _check_header(path: Path, file: h5py.File, kind: type[Profile]) -> None:
 
 
 def _attribute(path: Path, holder: h5py.File | h5py.Dataset, name: str) -> object:
-    """An attribute's value, or None; a large attribute is refused unread."""
+    """Return an attribute's value, or None if it is missing; a large attribute is refused without being read."""
     with _h5py_errors(path, f"attribute {name!r} is not readable"):
         if name not in holder.attrs:
             return None
@@ -200,7 +201,8 @@ def _read_column(path: Path, file: h5py.File, where: str, spec: Column) -> NDArr
     with _h5py_errors(path, f"{where} is not readable"):
         dataset = _hard_linked(path, file, where, h5py.Dataset)
         dtype, shape = dataset.dtype, dataset.shape
-    # Words of a column become longer as kinds are added; in an older file it is as wide as its words were.
+    # The strings of a column become longer as kinds are added; in an older file the column is as wide as its strings
+    # were.
     narrower = dtype.kind == spec.dtype.kind == "S" and dtype.itemsize < spec.dtype.itemsize
     if dtype != spec.dtype and not narrower:
         raise BadInput(path, f"{where} has dtype {dtype}, not {spec.dtype}", WRITE_AGAIN)
@@ -219,7 +221,8 @@ def _read_column(path: Path, file: h5py.File, where: str, spec: Column) -> NDArr
 def _stored_elsewhere(dataset: h5py.Dataset) -> str | None:
     """Return why the values of a dataset are not stored directly in the file; None if they are.
 
-    A declared shape costs a hostile file nothing, so only values that take their full room in the file are read.
+    Declaring a large shape costs a hostile file nothing, so a dataset is read only if its values really occupy their
+    size in the file.
     """
     if dataset.external or dataset.is_virtual:
         return "is stored in another file"

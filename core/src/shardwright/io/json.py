@@ -21,9 +21,9 @@ import msgspec
 from shardwright.io.errors import WRITE_AGAIN, BadInput, has_controls, system_fault
 
 OWNER = r"(?P<host>[0-9a-f]{8})-(?P<pid>[1-9][0-9]*)-(?P<start>[0-9]+)"
-"""Pattern of an owner in a file's name."""
+"""Pattern of the part of a file name that identifies the process which owns the file."""
 _START = 19
-"""Place of a process's start time in /proc/*/stat, after the name (proc(5))."""
+"""Index of a process's start time in /proc/*/stat, counted after the process name (proc(5))."""
 
 
 def this_process() -> str:
@@ -32,21 +32,21 @@ def this_process() -> str:
 
 
 def is_gone(path: Path, host: str, pid: str, start: str) -> bool:
-    """Return whether a path is this user's and was made by a process of this host that has ended.
+    """Return whether a path belongs to this user and was created by a process of this host that has ended.
 
-    Nothing is known of processes of other hosts and containers, which may share the folder.
+    Processes of other hosts and containers, which may share the folder, cannot be checked: then it is False.
     """
     return host == _host() and start != _start_of(int(pid)) and os.lstat(path).st_uid == os.geteuid()
 
 
 def _host() -> str:
-    """A name of this host and of its space of process numbers, which a container has for itself."""
+    """Return a name of this host and of its PID namespace, as each container has a separate one."""
     place = f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     return f"{crc32(place.encode()):08x}"
 
 
 def _start_of(pid: int) -> str | None:
-    """When a process was started, in ticks since the machine was; None if there is none."""
+    """Return when a process started, in clock ticks since the machine booted; None if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[_START]
     except (FileNotFoundError, ProcessLookupError):
@@ -63,10 +63,10 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _LARGE_EXPONENT = re.compile(rb"[eE]\+?\d{3}")
 _DIGITS_AS_ZERO = bytes.maketrans(b"123456789", b"000000000")
 _PLAIN_DEPTH = 100
-"""Nesting that no file of ours comes near, and that every reader can follow."""
+"""Nesting depth that no file of Shardwright comes near, and that every reader supports."""
 _UNKNOWN_KEY = re.compile("Object contains unknown field `(.*?)`")
 _SEAL = "sha256"
-"""Key of a sealed document's SHA-256, computed over all its other keys and values."""
+"""Key of a sealed document's SHA-256, which is computed over all its other keys and values."""
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -74,11 +74,11 @@ class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Removed(NamedTuple):
-    """A key that files of earlier versions may hold, and that is not read any more."""
+    """A key that files of earlier versions may contain, and that is not read any more."""
 
     remedy: str
     ignored: tuple[object, ...] | None = (None,)
-    """Values that are ignored because they never had an effect; None: every value."""
+    """Values that are ignored because they never had an effect; None if every value is ignored."""
 
 
 class Document(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,7 +87,7 @@ class Document(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     FORMAT: ClassVar[str]
     VERSION: ClassVar[int] = 1
     SEALED: ClassVar[bool] = False
-    """True if the file holds the SHA-256 of its content, so that no changed bit is accepted."""
+    """True if the file contains the SHA-256 of its content, so that a changed file is refused."""
     REMOVED: ClassVar[Mapping[str, Removed]] = {}
 
 
@@ -99,8 +99,8 @@ Headed = TypeVar("Headed")
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary file name next to `path`; on success it is synced and renamed, on failure removed.
 
-    So are folders that were made for it. What processes that are gone have left of the same file is removed. Raises
-    BadInput if no file of that name can be made, at once or while it is written.
+    Folders that were created for it are removed on failure, too. Temporary files of `path` that processes left which
+    have ended are removed. Raises BadInput if the file cannot be created, at once or while it is written.
     """
     temporary = _temporary(path)
     with _removed_on_failure(path.parent):
@@ -116,7 +116,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _removed_on_failure(folder: Path) -> Iterator[None]:
-    """On failure, remove a folder and those of its parents that did not exist before."""
+    """On failure, remove a folder and its parents, as far as they did not exist before."""
     new = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
     try:
         yield
@@ -138,9 +138,9 @@ def _unlinked(temporary: Path) -> Iterator[None]:
 
 
 def check_writable(path: Path) -> None:
-    """Raise BadInput if a file of that name cannot be written; a check before long work, which leaves no trace.
+    """Raise BadInput if a file cannot be written at `path`: a check before long work, which leaves no trace.
 
-    Folders that are not there are made within another of a name that no other process takes.
+    Missing folders are created only for the check, inside a temporary folder that no other process uses.
     """
     there = next(each for each in (path.parent, *path.parents) if os.path.lexists(each))
     try:
@@ -160,7 +160,7 @@ def check_new(folder: Path) -> None:
 
 
 def _make_room(path: Path) -> None:
-    """Make the folder of a file; BadInput or OSError if no file of that name can be made there."""
+    """Create the folder of a file; raise BadInput or OSError if the file cannot be created there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.is_file():
         raise BadInput(path, "is a folder" if path.is_dir() else "is not a regular file", "choose another name")
@@ -178,9 +178,9 @@ def _beginning(path: Path) -> str:
 
 
 def remove_temporaries(path: Path) -> None:
-    """Remove temporary files of `path` that this user's processes left, on any host.
+    """Remove all temporary files of `path` that this user's processes left, on any host.
 
-    For one who holds a lock under which alone the file is written.
+    Only call it while holding a lock without which nobody writes the file.
     """
     for leftover, _ in _temporaries(path):
         if leftover.lstat().st_uid == os.geteuid():
@@ -189,13 +189,13 @@ def remove_temporaries(path: Path) -> None:
 
 def _remove_leftovers(path: Path) -> None:
     for leftover, process in _temporaries(path):
-        with suppress(FileNotFoundError):  # another process may be at it
+        with suppress(FileNotFoundError):  # another process may be removing it
             if process["host"] and is_gone(leftover, **process.groupdict()):
                 leftover.unlink()
 
 
 def _temporaries(path: Path) -> list[tuple[Path, re.Match[str]]]:
-    """The temporary files of a path, each with the name of its process."""
+    """Return the temporary files of a path, each with the match of its owner."""
     beginning = _beginning(path)
     names = (name for name in os.listdir(path.parent) if name.startswith(beginning))
     pairs = ((path.parent / name, _OWNED.fullmatch(name.removeprefix(beginning))) for name in names)
@@ -215,23 +215,23 @@ def _faults_of(path: Path) -> Iterator[None]:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a whole file or nothing."""
+    """Write a file atomically: completely, or not at all."""
     with atomic_path(path) as temporary:
         temporary.write_bytes(content)
 
 
 def canonical_json(value: object) -> bytes:
-    """The one spelling of a value as JSON: sorted keys, no spaces, no NaN."""
+    """Return the canonical JSON of a value: sorted keys, no spaces, no NaN."""
     return json.dumps(msgspec.to_builtins(value), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def sha256_of_value(value: object) -> str:
-    """The hexadecimal SHA-256 of the canonical JSON of a value."""
+    """Return the hexadecimal SHA-256 of the canonical JSON of a value."""
     return hashlib.sha256(canonical_json(value)).hexdigest()
 
 
 def sha256_of_file(path: Path) -> str:
-    """The hexadecimal SHA-256 of a file's bytes."""
+    """Return the hexadecimal SHA-256 of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -246,7 +246,7 @@ def document_text(document: Document) -> str:
     content = {"format": document.FORMAT, "version": document.VERSION} | msgspec.to_builtins(document)
     if document.SEALED:
         content[_SEAL] = sha256_of_value(content)
-    # Not indented by json itself, which leaves its compiled encoder for that: a fifth of the time.
+    # `json` does not indent it, as that does without its compiled encoder: this takes a fifth of the time.
     text = json.dumps(content, allow_nan=False)
     return msgspec.json.format(text, indent=1) + "\n"
 
@@ -254,13 +254,13 @@ def document_text(document: Document) -> str:
 def read_document(path: Path, kind: type[DocumentType]) -> DocumentType:
     """Read one document of a known kind.
 
-    Raises BadInput naming the file, the path to the offending value and the remedy.
+    Raises BadInput with the file, the path to the offending value and the remedy.
     """
     return read_any_document(path, kind)
 
 
 def read_any_document(path: Path, *kinds: type[DocumentType]) -> DocumentType:
-    """Read a document that may be of several kinds, told apart by its `format` key."""
+    """Read a document of one of several kinds, which its `format` key distinguishes."""
     raw = read_object(path)
     kind = checked_header(path, raw.get("format"), raw.get("version"), {k.FORMAT: k for k in kinds})
     if kind.SEALED and raw.pop(_SEAL, None) != sha256_of_value(raw):
@@ -274,7 +274,7 @@ def read_any_document(path: Path, *kinds: type[DocumentType]) -> DocumentType:
 
 
 def without_ignored(raw: Mapping[str, Any], removed: Mapping[str, Removed]) -> dict[str, Any]:
-    """The keys and values of a document without removed keys whose value never changed anything."""
+    """Return the keys and values of a document, except for removed keys whose value never had an effect."""
 
     def is_ignored(key: str) -> bool:
         return key in removed and ((ignored := removed[key].ignored) is None or raw[key] in ignored)
@@ -293,7 +293,7 @@ def removed_key(
 
 
 def checked_header(path: Path, format_name: object, version: object, kinds: Mapping[str, type[Headed]]) -> type[Headed]:
-    """Return the type for a file's format; raise BadInput if the format or its version is not one of these."""
+    """Return the type for a file's format; raise BadInput if no type of `kinds` has this format and version."""
     if not isinstance(format_name, str) or format_name not in kinds:
         raise BadInput(path, f"format is {format_name!r}, not {' or '.join(kinds)}", "pass a file of that format")
     known: int = kinds[format_name].VERSION  # type: ignore[attr-defined]
@@ -307,7 +307,7 @@ def checked_header(path: Path, format_name: object, version: object, kinds: Mapp
 
 
 def check_regular(path: Path, max_bytes: int) -> None:
-    """Raise BadInput unless a path is a regular file of at most a number of bytes."""
+    """Raise BadInput unless a path is a regular file of at most `max_bytes` bytes."""
     try:
         entry = path.stat()
     except OSError as error:
@@ -329,7 +329,7 @@ def read_bytes(path: Path, max_bytes: int = _MAX_JSON_BYTES) -> bytes:
 
 
 NOT_FINITE = "__float__"
-"""The key of an object in the place of a number that is not finite."""
+"""The key of an object that represents a number that is not finite."""
 
 
 def read_object(
@@ -337,14 +337,15 @@ def read_object(
 ) -> dict[str, Any]:
     """Read a JSON object with any keys; BadInput if it is too large, not JSON, repeats a key or contains NaN.
 
-    Texts may not hold control characters, as they are shown, unless it is said that they may: tokens are any text.
-    `tagged`: NaN and Infinity are read as transformers writes them today, {"__float__": "Infinity"}.
+    Strings may not contain control characters, because they are displayed, unless `any_text` is set: tokens may be any
+    text. `tagged`: NaN and Infinity are accepted, and read as transformers writes them today, {"__float__":
+    "Infinity"}.
     """
     return object_of(read_bytes(path, max_bytes), path, any_text=any_text, tagged=tagged)
 
 
 def object_of(content: bytes | str, path: object, *, any_text: bool = False, tagged: bool = False) -> dict[str, Any]:
-    """The JSON object of a file's content; BadInput as `read_object` does."""
+    """Return the JSON object of a file's content; raise BadInput as `read_object` does."""
     try:
         constant = (lambda name: {NOT_FINITE: name}) if tagged else None
         raw = json.loads(content, object_pairs_hook=_without_repeats, parse_constant=constant)
@@ -369,14 +370,14 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _is_plain(content: bytes | str) -> bool:
-    """Whether `first_odd` finds nothing in a JSON text, and is not stopped by its depth, as its characters alone tell.
+    """Return whether a JSON text's characters alone show that `first_odd` would find nothing, without deep nesting.
 
-    Nearly all texts are plain, and looking at each value takes ten times as long as reading the text.
+    Nearly all texts are plain, and examining each value takes ten times as long as parsing the text.
     """
     encoded = content.encode(errors="surrogatepass") if isinstance(content, str) else content
     if encoded.translate(None, _PRINTABLE) or any(escape in encoded for escape in _ESCAPES):
         return False
-    outside = b"".join(encoded.split(b'"')[::2])  # of strings: none holds a quote
+    outside = b"".join(encoded.split(b'"')[::2])  # text outside of strings: no string contains a quote here
     depth = accumulate(1 if bracket in b"[{" else -1 for bracket in outside.translate(None, _NO_BRACKETS))
     return (
         max(depth, default=0) < _PLAIN_DEPTH
@@ -388,7 +389,7 @@ def _is_plain(content: bytes | str) -> bool:
 
 
 def first_odd(value: object, is_odd: Callable[[str], bool] = has_controls, where: str = "$") -> str | None:
-    """The description and place of the first number that is not finite, or of the first odd text or key, if any."""
+    """Return the description and path of the first number that is not finite, or odd string or key, or None."""
     if isinstance(value, float):
         return None if math.isfinite(value) else f"not a finite number at `{where}`"
     if isinstance(value, str):
@@ -404,7 +405,7 @@ def first_odd(value: object, is_odd: Callable[[str], bool] = has_controls, where
 
 
 def _is_no_text(text: str) -> bool:
-    """Whether a text holds half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    """Return whether a string contains half of a surrogate pair, which JSON can express and UTF-8 cannot."""
     return not text.isascii() and any(0xD800 <= ord(character) < 0xE000 for character in text)
 
 

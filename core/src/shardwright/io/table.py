@@ -19,19 +19,19 @@ class Source(StrEnum):
     """Kinds of sources of a profile's numbers."""
 
     MEASURED = "measured"
-    """Timed or counted."""
+    """The number was timed or counted."""
     DERIVED = "derived"
-    """Computed from measured numbers."""
+    """The number was computed from measured numbers."""
     ASSUMED = "assumed"
-    """Taken from elsewhere, or by a rule that was not checked."""
+    """The number was taken from elsewhere, or follows a rule that was not checked."""
     ANALYTIC = "analytic"
-    """Computed by a formula from a device's data sheet."""
+    """The number was computed by a formula from a device's data sheet."""
     ABSENT = "absent"
-    """Unknown; the number next to it is 0."""
+    """The number is unknown, and its value is 0."""
 
 
 class Sourced(NamedTuple):
-    """A number of a profile, its source, and its standard error, 0 if unknown."""
+    """A number of a profile with its source, and its standard error, which is 0 if it is unknown."""
 
     value: float
     source: Source
@@ -41,8 +41,8 @@ class Sourced(NamedTuple):
 class Row(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A row of a table; each field is a column.
 
-    Fields are numbers, truth values, enumerations or texts of a stated length; `Meta` holds their limits and, in
-    `extra`, their `unit` and the field that says where they come from (`source`). No number is infinite or NaN.
+    Fields are numbers, booleans, enumerations or strings with a maximum length. Their `Meta` contains their limits and,
+    in `extra`, their `unit` and the name of the field with their source (`source`). No number is infinite or NaN.
     """
 
 
@@ -50,7 +50,7 @@ RowType = TypeVar("RowType", bound=Row)
 
 
 def sourced(by: str) -> Meta:
-    """The mark of a number that names the field with its `Source`; a number that is absent is 0."""
+    """Return the annotation of a number whose `Source` is in field `by`; if that is absent, the number is 0."""
     return Meta(extra={"source": by})
 
 
@@ -60,12 +60,12 @@ class Column(NamedTuple):
     type: msgspec.inspect.Type
     dtype: np.dtype[Any]
     unit: str
-    """Written beside the values, and compared when they are read."""
+    """Unit that is written with the values, and compared when they are read."""
     source: str
-    """The column with the source of this number; empty if there is none."""
+    """Name of the column with the source of this number; empty if there is none."""
 
     def problem(self, values: NDArray[Any]) -> str | None:
-        """Return a message about an invalid value of the column, or None."""
+        """Return a message about the first invalid value of the column, or None if all are valid."""
         match self.type:
             case EnumType() | StrType():
                 return _text_problem(self.type, values)
@@ -73,7 +73,7 @@ class Column(NamedTuple):
                 return _number_problem(self.type, values)
 
     def decoded(self, values: NDArray[Any]) -> Iterable[Any]:
-        """Return the column's values as Python values, as a row has them."""
+        """Return the column's values as the Python values of rows."""
         items: Iterable[Any] = values.tolist()
         match self.type:
             case EnumType(cls):
@@ -89,16 +89,16 @@ class Column(NamedTuple):
 
 @cache
 def columns_of(row_type: type[Row]) -> Mapping[str, Column]:
-    """The columns of a row type by name, in order."""
+    """Return the columns of a row type by name, in order."""
     info = msgspec.inspect.type_info(row_type)
     assert isinstance(info, msgspec.inspect.StructType)
     return {field.name: _column(field.type) for field in info.fields}
 
 
 class Table(Generic[RowType]):
-    """Rows of one type, stored as columns of equal length; texts are ASCII bytes, as in the file.
+    """Rows of one type, stored as columns of equal length; strings are ASCII bytes, as in the file.
 
-    Raises ValueError if columns are missing, of different lengths, or hold what cannot be.
+    Raises ValueError if columns are missing, differ in length, or contain invalid values.
     """
 
     def __init__(self, row_type: type[RowType], columns: Mapping[str, ArrayLike]) -> None:
@@ -114,7 +114,7 @@ class Table(Generic[RowType]):
 
     @classmethod
     def from_rows(cls, row_type: type[RowType], rows: Iterable[RowType]) -> "Table[RowType]":
-        """Return a table of these rows."""
+        """Return a table with these rows."""
         listed = list(rows)
         return cls(row_type, {name: [getattr(row, name) for row in listed] for name in columns_of(row_type)})
 
@@ -126,7 +126,7 @@ class Table(Generic[RowType]):
         return tuple(self.row_type(**dict(zip(columns, values, strict=True))) for values in zip(*lists, strict=True))
 
     def replace(self, **columns: ArrayLike) -> "Table[RowType]":
-        """The table with other values in some columns."""
+        """Return the table with other values in some columns."""
         return Table(self.row_type, {**self.columns, **columns})
 
     def __getitem__(self, name: str) -> NDArray[Any]:
@@ -155,7 +155,7 @@ def _column(annotated: msgspec.inspect.Type) -> Column:
 
 
 def _exactly(name: str, values: ArrayLike, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return the values in another dtype; raise ValueError if a text would be cut off or a number changed."""
+    """Return the values in another dtype; raise ValueError if a string would be cut off or a number changed."""
     given = np.asarray(values)
     if not given.size:
         return given.astype(dtype)
@@ -213,7 +213,7 @@ def _number_problem(kind: msgspec.inspect.Type, values: NDArray[Any]) -> str | N
 
 
 def median(values: NDArray[np.floating]) -> float:
-    """The middle value, or the mean of the two; numpy's would import numpy.ma, a tenth of a search's time."""
+    """Return the median; numpy's function would import numpy.ma, which takes a tenth of a search's time."""
     ordered = np.sort(values)
     low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
     return float((low + high) / 2)

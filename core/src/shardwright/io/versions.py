@@ -9,7 +9,7 @@ PRODUCT = "shardwright"
 
 
 def product_version() -> str:
-    """The version of Shardwright, installed as a whole or as its core with single stages."""
+    """Return the version of Shardwright, which is installed as a whole, or as its core with single stages."""
     try:
         return version(PRODUCT)
     except PackageNotFoundError:
@@ -17,7 +17,7 @@ def product_version() -> str:
 
 
 def versions_text(packages: Sequence[str], *, on_gpu: bool) -> str:
-    """Versions of installed packages, as `torch 2.13.0, driver 550.54`, with NVIDIA's driver on a GPU."""
+    """Return versions of installed packages, such as `torch 2.13.0, driver 550.54`, with NVIDIA's driver on a GPU."""
     texts = [f"{package} {product_version() if package == PRODUCT else version(package)}" for package in packages]
     if on_gpu:
         texts.append(f"driver {_driver_version()}")

@@ -7,19 +7,19 @@ from shardwright.io import BadInput
 from shardwright.types import Cluster
 
 CPU = "cpu"
-"""PyTorch's name of the device type of a node's processors."""
+"""PyTorch's name of the device type of a node's CPUs."""
 GPU = "cuda"
-"""PyTorch's name of the device type of GPUs, AMD's included."""
+"""PyTorch's name of the device type of GPUs, including AMD's."""
 COLLECTIVES = {CPU: "gloo", GPU: "nccl"}
 """Library of collectives by device type; on AMD's GPUs `nccl` is RCCL."""
 DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/nvgpu", "/dev/dxg", "/dev/kfd")
-"""Files that GPU drivers make: NVIDIA's on Linux, on Jetson and on WSL, and AMD's."""
+"""Files that GPU drivers create: NVIDIA's on Linux, on Jetson and on WSL, and AMD's."""
 
 
 def device_type_of(cluster: Cluster, file: object) -> str:
     """Return PyTorch's name of a cluster's device type, such as `cuda`.
 
-    Raises BadInput for a mixture, whose ranks exchange no collectives.
+    Raises BadInput if CPU nodes and other nodes are mixed, because their ranks cannot exchange collectives.
     """
     if cluster.obstacle is not None:
         raise BadInput(file, cluster.obstacle, "describe each in a cluster file")
@@ -27,7 +27,7 @@ def device_type_of(cluster: Cluster, file: object) -> str:
 
 
 def check_accelerator(cluster: Cluster, node_rank: int, file: object) -> None:
-    """Raise BadInput if a node of the cluster has accelerators and this machine has no driver of a GPU."""
+    """Raise BadInput if the cluster's node has accelerators but this machine has no GPU driver."""
     node_type = cluster.of_rank(cluster.node_of_rank.index(node_rank))
     if node_type.on_cpu or any(Path(driver).exists() for driver in DRIVERS) or shutil.which("nvidia-smi"):
         return

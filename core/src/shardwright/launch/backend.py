@@ -1,7 +1,7 @@
-"""The differences between an accelerator and a CPU for a rank; the rest uses `torch.accelerator`.
+"""The differences between an accelerator and a CPU for a rank; everything else uses `torch.accelerator`.
 
 PyTorch names devices of NVIDIA and AMD (ROCm) `cuda`, and their collectives `nccl`. This file imports torch, so that
-ranks import it and the launcher does not.
+only ranks import it, not the launcher.
 """
 
 import torch
@@ -13,7 +13,7 @@ from shardwright.launch.accelerator import CPU, GPU
 
 
 def on_accelerator(device: torch.device) -> bool:
-    """Whether a device is an accelerator, which computes asynchronously and counts its memory."""
+    """Return whether a device is an accelerator, which computes asynchronously and counts its memory."""
     return device.type == GPU
 
 
@@ -25,12 +25,12 @@ def take_device(local_rank: int) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a device as cluster files spell it."""
+    """Return the name of a device, as in cluster files."""
     return torch.cuda.get_device_name(device) if on_accelerator(device) else CPU
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all work on a device; a CPU's is done when its call returns."""
+    """Wait for all work on a device; on a CPU, work is complete when its call returns."""
     if on_accelerator(device):
         torch.accelerator.synchronize(device)
 
@@ -44,7 +44,7 @@ def random_state(device: torch.device) -> Tensor:
 
 
 def restore_random_state(state: Tensor, device: torch.device) -> None:
-    """Set the state of a device's default generator."""
+    """Set the state of a device's default random generator."""
     if on_accelerator(device):
         torch.get_device_module(device).set_rng_state(state, device)
     else:
@@ -54,7 +54,7 @@ def restore_random_state(state: Tensor, device: torch.device) -> None:
 def edge_options(device: torch.device, channels: int) -> "dist.ProcessGroupNCCL.Options | None":
     """Return NCCL's options for the process group of a pipeline edge with a number of channels; None for gloo.
 
-    A waiting receive occupies a multiprocessor for each channel.
+    A waiting receive occupies one multiprocessor per channel.
     """
     if not on_accelerator(device):
         return None

@@ -1,6 +1,6 @@
 """The first collective that some ranks of a hanging group have not entered, from PyTorch's flight recorder.
 
-Each rank dumps its flight recorder's trace as JSON when the launcher asks, while it hangs: see `Heartbeat.answer`.
+Each rank writes its flight recorder's trace as JSON when the launcher asks, while it hangs: see `Heartbeat.answer`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ import msgspec
 from shardwright.plan.process_groups import described_ranks
 
 _MAX_WAITING = 100
-"""Number of unfinished collectives that are reported of a rank, the earliest first."""
+"""Largest number of unfinished collectives that are reported for a rank, the earliest first."""
 _WORLD = "default_pg"
 """PyTorch's description of the process group of all ranks."""
 
@@ -21,7 +21,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
     record_id: int
     process_group: tuple[str, str]
-    """Name, the same on all ranks, and description of the process group."""
+    """Name (the same on all ranks) and description of the process group."""
     profiling_name: str
     """Backend and kind of the collective, such as `nccl:all_reduce`."""
     is_p2p: bool
@@ -33,7 +33,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
     @property
     def lane(self) -> tuple[str, str, bool]:
-        """Return the process group and whether this is a point-to-point message, which has its own numbering."""
+        """Return the process group and whether the record is a point-to-point message, which is numbered separately."""
         return *self.process_group, self.is_p2p
 
     @property
@@ -51,16 +51,16 @@ class Waiting(msgspec.Struct, frozen=True):
     number: int
     name: str
     entered_ns: int
-    """Nanoseconds of the wall clock when the rank entered it."""
+    """Wall-clock time in nanoseconds when the rank entered the collective."""
 
 
 class Entered(msgspec.Struct, frozen=True):
-    """The last collective that a rank has entered in a process group, and the collectives that it waits in."""
+    """The last collective that a rank has entered in a process group, and the collectives in which it waits."""
 
     group: str
     description: str
     p2p: bool
-    """Whether this counts the group's point-to-point messages rather than its collectives."""
+    """Whether this counts the group's point-to-point messages instead of its collectives."""
     last: int
     """Number of the last collective or message that the rank has entered."""
     waiting: tuple[Waiting, ...]
@@ -71,11 +71,11 @@ class RankCollectives(msgspec.Struct, frozen=True):
 
     groups: tuple[Entered, ...]
     whole: bool
-    """Whether every collective that the rank ever entered is still recorded."""
+    """Whether every collective that the rank has entered is still recorded."""
 
 
 class Missing(NamedTuple):
-    """A collective that some ranks wait in and that other ranks have not entered."""
+    """A collective in which some ranks wait and that other ranks have not entered."""
 
     rank: int
     """Lowest rank that has not entered the collective."""
@@ -83,7 +83,7 @@ class Missing(NamedTuple):
 
 
 def collectives_of(trace: bytes) -> RankCollectives:
-    """A rank's progress from its flight recorder's trace; raises msgspec.MsgspecError if the text is not a trace."""
+    """Return a rank's progress from its flight recorder's trace; raise msgspec.MsgspecError if it is not a trace."""
     entries = msgspec.json.decode(trace, type=_Trace).entries
     lanes: dict[tuple[str, str, bool], list[_Entry]] = {}
     for entry in entries:
@@ -99,16 +99,16 @@ def _entered(lane: tuple[str, str, bool], entries: Sequence[_Entry]) -> Entered:
 
 
 def first_missing(known: Mapping[int, RankCollectives]) -> Missing | None:
-    """Return the earliest collective that one rank waits in and another has not entered; None if there is none.
+    """Return the earliest collective in which one rank waits and that another has not entered; None if there is none.
 
-    Collectives that wait for one another were entered one after the other: the earliest is what the others wait for.
+    If collectives wait for each other, they were entered one after the other: the others wait for the earliest one.
     """
     _, earliest = min(_missing(known), key=lambda entered: entered[0], default=(0, None))
     return earliest
 
 
 def _missing(known: Mapping[int, RankCollectives]) -> Iterator[tuple[int, Missing]]:
-    """Yield each collective that a rank has not entered, after the time when a rank first entered it."""
+    """Yield each collective that a rank has not entered, with the time at which a rank first entered it."""
     lanes: dict[tuple[str, str, bool], dict[int, Entered]] = {}
     for rank, progress in known.items():
         for entered in progress.groups:

@@ -1,7 +1,8 @@
 """The exchange of reports between the launchers of a run's nodes: node 0 relays them and serves the ranks' store.
 
-No shared file system is needed. A caller is answered only after it has proved the secret of the run (`meeting.py`). One
-thread serves all connections in an event loop: a peer that neither sends nor reads delays no other and is dropped.
+No shared file system is needed. A caller is answered only after it has proved that it knows the run's secret
+(`meeting.py`). One thread serves all connections in an event loop; a peer that neither sends nor reads delays no other
+peer and is dropped.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ _PATIENCE_S = 30.0
 """Seconds that a node waits for node 0 before it prints a message about it."""
 _HOW_TO_MEET = f"start the command there with the same --rendezvous and output, on a shared folder, or {REMEDY}"
 _MAX_STRANGERS = 128
-"""Limit of callers that have not proved the secret yet; beyond it, the oldest is dropped."""
+"""Limit of callers that have not proved the secret yet; beyond it, the oldest one is dropped."""
 _REPORTS: msgspec.json.Decoder[NodeReport] = msgspec.json.Decoder(NodeReport)
 _FIRST: msgspec.json.Decoder[NodeReport | RankCall] = msgspec.json.Decoder(NodeReport | RankCall)
 _ENDS = (OSError, EOFError, ValueError, RecursionError, msgspec.MsgspecError)
@@ -39,12 +40,12 @@ Line = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Exchange:
-    """The connections of this node's launcher to the other launchers; on a single node it sends nothing."""
+    """The connections of this node's launcher to the other launchers; with a single node it sends nothing."""
 
     def __init__(self, nodes: Nodes, run: str, start: int = 0, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._nodes = nodes
         self.launch = "" if nodes.rank else secrets.token_hex()
-        """The random name of node 0's launch; another node has it once it has joined."""
+        """The random name of node 0's launch; on another node, empty until it has joined."""
         self._last_report = NodeReport(node=nodes.rank, run=run, start=start, launch=self.launch)
         self._heard: dict[int, NodeReport] = {}
         self._changed = threading.Condition()
@@ -57,12 +58,12 @@ class Exchange:
         self._values = Values()
         self._server: asyncio.Server | None = None
         self.place: Place | None = None
-        """The address where the ranks meet and the secret; None on a single node."""
+        """The address at which the ranks meet, and the secret; None with a single node."""
         self.address_here = "127.0.0.1"
         """The address at which this node reaches the others."""
 
     def tell(self, report: NodeReport) -> None:
-        """Send a report to all other launchers, now or once the connection to them is up."""
+        """Send a report to all other launchers, now or once the connection to them exists."""
         with self._changed:
             run, start, launch = self._last_report.run, self._last_report.start, self._last_report.launch
             stamped = msgspec.structs.replace(report, run=run, start=start, launch=launch, now_s=time.monotonic())
@@ -72,20 +73,20 @@ class Exchange:
 
     @property
     def start(self) -> int:
-        """The number of times that the ranks of all nodes were restarted, the highest that any node reported."""
+        """Return how often the ranks of all nodes were restarted: the highest number that any node has reported."""
         with self._changed:
             return self._last_report.start
 
     def heard(self) -> tuple[NodeReport, ...]:
-        """The last report of each other node that has sent one."""
+        """Return the last report of each other node that has sent one."""
         with self._changed:
             return tuple(self._heard.values())
 
     def gather(self, last: NodeReport, wait_s: float) -> tuple[NodeReport, ...]:
-        """The last reports of all nodes, by node number, once all have ended or `wait_s` has passed.
+        """Send a last report, and return all nodes' last reports once all have ended or `wait_s` has passed.
 
-        A node that sent none has an empty report; `gone` is set if the connection to its launcher broke. If some
-        launcher was never reached, the wait is short.
+        They are in the order of the nodes. A node that sent none has an empty report; `gone` is set if the connection
+        to its launcher broke. The wait is short if some launcher was never reached.
         """
         self.tell(last)
         with self._changed:
@@ -131,7 +132,7 @@ class Exchange:
     async def join(self, stopping: Callable[[], bool]) -> None:
         """Call node 0 until this node is in the same launch.
 
-        Raises RunFailed if that takes longer than START_UP_S, Stopped when `stopping` returns True.
+        Raises RunFailed if that takes longer than START_UP_S, Stopped if `stopping` returns True.
         """
         why, said, meeting = "it belongs to another launch", False, None
         began_s = next_s = time.monotonic()
@@ -161,14 +162,14 @@ class Exchange:
             await self._take((reader, writer))
         with self._changed:
             if 0 in self._heard:
-                self._closed = True  # without node 0 there is nobody to pass anything on
+                self._closed = True  # without node 0, nobody passes anything on
                 self._changed.notify_all()
 
     async def _take(self, line: Line, first: NodeReport | None = None) -> None:
         """Send a peer this node's last report, and note the peer's reports until the connection breaks."""
         reader, writer = line
         node: int | None = None
-        writer.transport.set_write_buffer_limits(0)  # so that to drain it is to send all
+        writer.transport.set_write_buffer_limits(0)  # so that draining it means sending everything
         self._peers.append(writer)
         self._send(self._last_report, [writer])
         try:
@@ -186,7 +187,7 @@ class Exchange:
                 self._note(gone, writer)
 
     def _catch_up(self, report: NodeReport) -> None:
-        """Adopt a higher number of restarts that a node reports: this launcher is new, its node came back."""
+        """Adopt a higher number of restarts that a node reports: this launcher was started later than that."""
         with self._changed:
             behind = report.run == self._last_report.run and report.start > self._last_report.start
             if not behind or self._last_report.failed or self._last_report.ended:
@@ -198,10 +199,10 @@ class Exchange:
         if report.node == self._nodes.rank or not 0 <= report.node < self._nodes.count:
             return
         with self._changed:
-            known = self._heard.get(report.node) if report.gone else None  # its earlier reports count still
+            known = self._heard.get(report.node) if report.gone else None  # its earlier reports still count
             noted = msgspec.structs.replace(known, gone=True) if known else report
             self._heard[report.node] = noted
-            self.launch = self.launch or noted.launch  # which node 0 alone names
+            self.launch = self.launch or noted.launch  # which only node 0 sets
             self._changed.notify_all()
         if self._nodes.rank == 0:
             self._send(noted, [peer for peer in self._peers if peer is not sender])
@@ -214,7 +215,7 @@ class Exchange:
             task.add_done_callback(self._sending.discard)
 
     async def close(self) -> None:
-        """Close the connections, once the last reports are sent or their time is up."""
+        """Close the connections after the last reports are sent, or their time limit has passed."""
         with self._changed:
             self._closed = True
         if self._server is not None:
@@ -230,13 +231,13 @@ async def _sent(peer: asyncio.StreamWriter) -> None:
     try:
         async with asyncio.timeout(ANSWER_S):
             await peer.drain()
-    except OSError:  # TimeoutError among them; a peer that is gone is found by the task that reads from it
+    except OSError:  # includes TimeoutError; a peer that is gone is noticed by the task that reads from it
         peer.transport.abort()
 
 
 @contextmanager
 def _ended_line(writer: asyncio.StreamWriter) -> Iterator[None]:
-    # The event loop cancels what still waits at its end: Python 3.11's streams print a traceback of a cancelled task.
+    # At its end, the event loop cancels what still waits: Python 3.11's streams print a traceback of a cancelled task.
     with suppress(*_ENDS, asyncio.CancelledError):
         try:
             yield
@@ -248,10 +249,10 @@ def _ended_line(writer: asyncio.StreamWriter) -> Iterator[None]:
 def exchange(
     nodes: Nodes, run: str, start: int = 0, stopping: Callable[[], bool] = lambda: False
 ) -> Iterator[Exchange]:
-    """Yield the exchange of the launch called `run` on all nodes, whose ranks were started `start` times before.
+    """Yield the exchange of the launch named `run` on all nodes, whose ranks were started `start` times before.
 
-    A node other than node 0 waits until node 0 is in the same launch. Raises RunFailed if that does not happen,
-    Stopped when `stopping` returns True before.
+    A node other than node 0 waits until node 0 is in the same launch. Raises RunFailed if that does not happen, Stopped
+    if `stopping` returns True before.
     """
     if nodes.count == 1:
         yield Exchange(nodes, run, start)
@@ -284,4 +285,4 @@ def _event_loop() -> Iterator[asyncio.AbstractEventLoop]:
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
-        runner.close()  # which cancels what still runs
+        runner.close()  # cancels what still runs

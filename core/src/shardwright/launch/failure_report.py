@@ -1,4 +1,4 @@
-"""The report of a failed launch: which rank caused the failure, and the message that names it."""
+"""The report of a failed launch: which rank caused the failure, and the message about it."""
 
 import signal
 from collections.abc import Sequence
@@ -11,22 +11,22 @@ from shardwright.launch.collectives import RankCollectives, first_missing
 from shardwright.launch.heartbeat import RankError, Step
 
 _SIGTERM_STATUS = -signal.SIGTERM
-# NCCL ends a rank by SIGABRT when another one is gone, so that alone is no sign of having been the first.
+# NCCL ends a rank by SIGABRT when another one is gone, so SIGABRT by itself does not mean that the rank was first.
 _SIGABRT_STATUS = -signal.SIGABRT
 
 
 class RankState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a rank when the first of the ranks has failed."""
+    """The state of a rank when the first rank has failed."""
 
     rank: int
     status: int | None
     """Exit status of the rank, negative for a signal; None if it had not ended by itself."""
     seen_s: float
-    """Seconds by `time.monotonic` when the launcher saw that the rank had ended, later than it did."""
+    """Seconds by `time.monotonic` when the launcher noticed that the rank had ended, which was earlier."""
     step: Step | None
     error: RankError | None
     collectives: RankCollectives | None = None
-    """Collectives that the rank has entered; set once it hangs and was asked."""
+    """Collectives that the rank has entered; set if it hangs and was asked."""
 
     @property
     def failed(self) -> bool:
@@ -35,12 +35,12 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def orderly(self) -> bool:
-        """Whether the rank ends with an error that all ranks may have agreed on."""
+        """Return whether the rank ends with an error that all ranks may have agreed on."""
         return self.error is not None and self.error.exit_code is not None
 
     @property
     def failed_s(self) -> float:
-        """When the rank failed, in seconds by `time.monotonic`, as well as can be known."""
+        """Return when the rank failed, in seconds by `time.monotonic`, as exactly as it is known."""
         return self.seen_s if self.error is None else self.error.time_s
 
     @property
@@ -50,17 +50,17 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
-    """A report that one node's launcher sends to the others: when something fails there, and when it ends."""
+    """A report that one node's launcher sends to the others when something fails there, and when it ends."""
 
     node: int
     run: str = ""
-    """Name of the launch that the report is about: one command may make several, at one rendezvous."""
+    """Name of the launch that the report is about; one command may make several launches at one rendezvous."""
     start: int = 0
     """Number of times that the node's ranks were restarted before."""
     launch: str = ""
     """The random name of node 0's launch; empty from other nodes."""
     ranks: tuple[RankState, ...] = ()
-    """States of all ranks of the node, once one of them has failed or hangs."""
+    """States of all ranks of the node, if one of them has failed or hangs."""
     hang: str | None = None
     """Description of what took too long, such as `no step ended within 600 s`."""
     signalled: bool = False
@@ -68,38 +68,38 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     ended: bool = False
     """Whether the node's ranks have ended and no further report follows."""
     gone: bool = False
-    """Whether the node's launcher fell silent: it was killed, or its machine is lost."""
+    """Whether the node's launcher is silent: it was killed, or its machine is lost."""
     now_s: float = 0.0
-    """Seconds when this was reported, by the clock of all times in the report."""
+    """Time of the report in seconds, by the clock of all times in the report."""
 
     @property
     def failed(self) -> bool:
-        """Whether a rank of the node failed or hangs."""
+        """Return whether a rank of the node failed or hangs."""
         return self.hang is not None or any(rank.failed for rank in self.ranks)
 
 
 @dataclass(frozen=True)
 class FailureReport:
-    """The message of a failed launch and its exit code; errors that ranks reported themselves set the code."""
+    """The message of a failed launch and its exit code, which errors that ranks reported themselves determine."""
 
     text: str
     exit_code: int = RunFailed.exit_code
     rank: int | None = None
     """The rank that the message names."""
     agreed: bool = False
-    """Whether all ranks reported the same error, and node 0's launcher is there to print it."""
+    """Whether all ranks reported the same error, and node 0's launcher exists to print it."""
     out_of_memory: OutOfMemory | None = None
-    """The out-of-memory error; set if a device of the named rank lacked the memory."""
+    """The out-of-memory error; set if a device of the named rank had too little memory."""
     lost: bool = False
-    """Whether ranks ended without reporting an error in order: they may not when they are restarted."""
+    """Whether ranks ended without reporting an orderly error, so that they may succeed when they are restarted."""
     gone: tuple[int, ...] = ()
     """The nodes whose launchers are gone."""
     failed: int | None = None
-    """The rank whose last lines are shown: the one that failed first, or has run longest if ranks hang."""
+    """The rank whose last lines are shown: the one that failed first, or that has run longest if ranks hang."""
 
 
 def shifted(report: NodeReport, now_s: float) -> NodeReport:
-    """Convert a report that has just arrived from another node to this node's clock."""
+    """Return a report that has just arrived from another node, converted to this node's clock."""
     late_s = now_s - report.now_s
 
     def state(rank: RankState) -> RankState:
@@ -120,11 +120,12 @@ def failure_report(reports: Sequence[NodeReport]) -> FailureReport:
 
 
 def _first_failure(reports: Sequence[NodeReport]) -> FailureReport:
-    """The first failure according to all nodes' reports; other ranks fail a moment later.
+    """Return the first failure according to all nodes' reports; other ranks fail a moment later.
 
-    A rank that was killed reports nothing and its peers notice before the launcher does, so it goes first; then by time
-    those that noted an error, except a lost connection; then a node whose launcher is gone, its ranks with it; then a
-    hang; then those that ended without a report; and only when all of them lost a connection, the first to lose it.
+    A rank that was killed reports nothing, and its peers notice it before the launcher does, so it comes first. Next
+    are, by time, the ranks that recorded an error other than a lost connection; then a node whose launcher and ranks
+    are gone; then a hang; then the ranks that ended without a report; and only if all of them lost a connection, the
+    first to do so.
     """
     failed = sorted((rank for report in reports for rank in report.ranks if rank.failed), key=_order)
     first = failed[0] if failed else None
@@ -139,7 +140,7 @@ def _first_failure(reports: Sequence[NodeReport]) -> FailureReport:
 
 
 def _hang(hanging: Sequence[NodeReport], ranks: Sequence[RankState]) -> FailureReport:
-    """Return the report of a hang: the rank that has run longest on any node, and what the others wait in."""
+    """Return the report of a hang: the rank that has run longest on any node, and what the others wait for."""
     numbers = sorted(rank.rank for rank in ranks)
     named = f"ranks {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"rank {numbers[0]}"
     running = [rank for rank in ranks if rank.status is None] or ranks

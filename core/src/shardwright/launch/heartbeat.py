@@ -1,8 +1,8 @@
 """Files in which a rank reports its current step, stacks, collectives and final error to its launcher.
 
-Each is a small file in a folder of the launcher. Only the launcher judges what is a hang, so that all ranks of a node
-show their stacks at the same moment, and none has ended before the others have shown theirs. Files, not sockets: they
-can be read however a rank hangs.
+Each is a small file in a folder of the launcher. Only the launcher decides what is a hang, so that all ranks of a node
+show their stacks at the same time, and no rank ends before the others have shown theirs. They are files, not sockets,
+because files can be read no matter how a rank hangs.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ from shardwright.launch.collectives import RankCollectives, collectives_of
 from shardwright.launch.signals import outlive_terminal
 
 HANG_TIMEOUT_S = 600.0
-"""Default seconds that a step may take: an assumption."""
+"""Default limit of a step's time in seconds: an assumption."""
 START_UP_S = 600.0
 """Seconds that the ranks have to start and connect: an assumption."""
 STACKS_SIGNAL = signal.SIGUSR2
@@ -37,7 +37,7 @@ _FILES, _LAUNCHER = "SHARDWRIGHT_RANK_FILES", "SHARDWRIGHT_LAUNCHER"
 _RECORD_BYTES = 256
 _TEXT_CHARACTERS = 500
 _PR_SET_PDEATHSIG = 1
-# What gloo, NCCL and the store say when the rank at the other end is gone.
+# Messages of gloo, NCCL and the store if the rank at the other end is gone.
 _LOST_CONNECTION = re.compile(
     r"connection (was likely )?(closed|reset|refused)|broken pipe|remote process exited|ncclRemoteError", re.IGNORECASE
 )
@@ -51,7 +51,7 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """A memory request that a device could not meet."""
+    """A memory request that a device could not satisfy."""
 
     subject: str
     """Purpose of the memory."""
@@ -60,15 +60,15 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 class RankError(msgspec.Struct, frozen=True, kw_only=True):
-    """The error that a rank ends with, recorded before its peers notice that it is gone."""
+    """The error with which a rank ends, recorded before its peers notice that it is gone."""
 
     time_s: float
-    """Seconds by `time.monotonic` when the error was noted."""
+    """Seconds by `time.monotonic` when the error was recorded."""
     text: str
     exit_code: int | None = None
     """Exit code of an error that ends a command with one line; None for any other error."""
     lost_connection: bool = False
-    """Whether the error is a lost connection, because another rank was gone before."""
+    """Whether the error is a lost connection, because another rank had ended before."""
     trace: str = ""
     asked: Asked | None = None
     """The memory request; only set if a device ran out of memory."""
@@ -76,18 +76,18 @@ class RankError(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class RankFiles:
-    """The files of one rank, read by the launcher; their names share a prefix."""
+    """The files of one rank, which the launcher reads; their names share the prefix `beginning`."""
 
     beginning: Path
 
     @classmethod
     def of_rank(cls, folder: Path, rank: int) -> "RankFiles":
-        """The files of a rank in the launcher's folder."""
+        """Return the files of a rank in the launcher's folder."""
         return cls(folder / f"rank{rank}")
 
     @classmethod
     def of_environment(cls) -> "RankFiles":
-        """The files of this rank, which the launcher's environment names."""
+        """Return the files of this rank, which an environment variable of the launcher specifies."""
         return cls(Path(os.environ[_FILES]))
 
     @property
@@ -102,12 +102,12 @@ class RankFiles:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment variables that name a rank's files and its launcher."""
+        """Return the environment variables that specify a rank's files and its launcher."""
         return {_FILES: str(self.beginning), _LAUNCHER: str(os.getpid())}
 
     @property
     def step_file(self) -> Path:
-        """The file of the current step: one record of a fixed length, overwritten at every step."""
+        """Return the file of the current step: one record of fixed length, overwritten at every step."""
         return self.beginning.with_suffix(".step")
 
     @property
@@ -117,12 +117,12 @@ class RankFiles:
 
     @property
     def collectives_file(self) -> Path:
-        """The file of the flight recorder's trace, written once the rank was sent COLLECTIVES_SIGNAL."""
+        """Return the file of the flight recorder's trace, written after the rank has received COLLECTIVES_SIGNAL."""
         return self.beginning.with_suffix(".collectives")
 
     @property
     def error_file(self) -> Path:
-        """The file of the rank's RankError, as JSON."""
+        """Return the file of the rank's RankError, as JSON."""
         return self.beginning.with_suffix(".error")
 
     def step(self) -> Step | None:
@@ -143,23 +143,23 @@ class RankFiles:
             return None
         try:
             return collectives_of(self.collectives_file.read_bytes())
-        except msgspec.MsgspecError:  # of a version of PyTorch that records otherwise
+        except msgspec.MsgspecError:  # from a version of PyTorch with another format
             return None
 
     def error(self) -> RankError | None:
-        """Return the error that the rank ends with; None if it recorded none."""
+        """Return the error with which the rank ends; None if it has not recorded one."""
         if not self.error_file.exists():
             return None
         return msgspec.json.decode(self.error_file.read_bytes(), type=RankError)
 
 
 def _text(file: Path) -> str:
-    """The text of a rank's file without spaces around it; empty if there is none."""
+    """Return the text of a rank's file without surrounding spaces; empty if there is no file."""
     return file.read_text(errors="replace").strip() if file.exists() else ""
 
 
 class Heartbeat:
-    """A rank's side of its files: records its current step and the error it ends with."""
+    """A rank's side of its files: it records the rank's current step and the error with which it ends."""
 
     def __init__(self, files: RankFiles) -> None:
         self._files = files
@@ -167,7 +167,7 @@ class Heartbeat:
 
     @classmethod
     def of_environment(cls) -> "Heartbeat":
-        """The heartbeat that the launcher's environment names."""
+        """Return the heartbeat for the files that the launcher's environment specifies."""
         return cls(RankFiles.of_environment())
 
     def begin(self, where: str) -> None:
@@ -178,7 +178,8 @@ class Heartbeat:
     def answer(self, collectives: Callable[[], bytes]) -> None:
         """Write what `collectives` returns whenever the launcher asks, in a thread that runs until the rank ends.
 
-        The thread waits for the signal, which `start_rank` blocks: whatever waits in a library lets other threads run.
+        The thread waits for the signal, which `start_rank` blocks in all threads: a thread that waits inside a library
+        lets this one run.
         """
 
         def show() -> None:
@@ -191,7 +192,7 @@ class Heartbeat:
     def note(
         self, _kind: type[BaseException] | None, error: BaseException | None, _where: TracebackType | None
     ) -> None:
-        """Note the first error that a block is left with; for `ExitStack.push`."""
+        """Record the exception with which a block ends, if it is the first; for `ExitStack.push`."""
         if isinstance(error, Exception) and not self._files.error_file.exists():
             write_bytes(self._files.error_file, msgspec.json.encode(_noted(error)))
 
@@ -216,13 +217,13 @@ def _is_lost_connection(error: Exception) -> bool:
 
 
 def _is_fault(error: BaseException) -> TypeGuard[OSError]:
-    """Whether the operating system reported a fault, such as a full disk; a lost peer is not a fault."""
+    """Return whether the operating system reported a fault, such as a full disk; a lost peer is not a fault."""
     return isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError)
 
 
 @contextmanager
 def end_quietly() -> Iterator[None]:
-    """End this rank without a traceback if an orderly error or another rank's end is the cause.
+    """End this rank without a traceback if the cause is an orderly error, or that another rank ended.
 
     The launcher reports the cause in one line.
     """
@@ -237,18 +238,18 @@ def end_quietly() -> Iterator[None]:
 
 
 def start_rank() -> None:
-    """Show stacks when the launcher asks, end when it is gone, outlive its terminal; the first call that a rank makes.
+    """Make this rank show stacks when asked, end with its launcher, and outlive its terminal: a rank's first call.
 
-    The first two work while the interpreter is stuck in a call of a library. Raises OSError if the system has no
+    The first two work even while the interpreter is stuck in a call of a library. Raises OSError if the system has no
     PR_SET_PDEATHSIG (Linux 2.1.57 or later).
     """
     outlive_terminal()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {COLLECTIVES_SIGNAL})  # in all threads, but for who waits for it
+    signal.pthread_sigmask(signal.SIG_BLOCK, {COLLECTIVES_SIGNAL})  # in all threads, except the one that waits for it
     files = RankFiles.of_environment()
     faulthandler.register(STACKS_SIGNAL, file=files.stacks_file.open("w"), all_threads=True, chain=False)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL)) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"prctl(PR_SET_PDEATHSIG) failed ({os.strerror(number)})")
-    if os.getppid() != int(os.environ[_LAUNCHER]):  # it went before it could be watched
+    if os.getppid() != int(os.environ[_LAUNCHER]):  # it ended before it could be watched
         os.kill(os.getpid(), signal.SIGKILL)

@@ -25,7 +25,7 @@ class _Header(Value, Generic[Identity], frozen=True, kw_only=True, forbid_unknow
 
 @dataclass(frozen=True)
 class Kept(Generic[Entry]):
-    """The entries of a journal, and the number of bytes of the header and the complete entries."""
+    """The entries of a journal, and the number of bytes of its header and complete entries."""
 
     entries: tuple[Entry, ...] = ()
     good_bytes: int = 0
@@ -47,7 +47,8 @@ class JournalKind(Generic[Identity, Entry]):
     def read(self, path: Path, identity: Identity, *, anew: bool = False) -> Kept[Entry]:
         """Return the entries of a journal; empty if there is no file; an incomplete last line is ignored.
 
-        Raises BadInput if it is no journal of this kind, or is of another run and that is not to start `anew`.
+        Raises BadInput if the file is not a journal of this kind, or belongs to another run, unless `anew` is set: then
+        another run's entries are ignored.
         """
         try:
             content = path.read_bytes()
@@ -82,9 +83,10 @@ class JournalKind(Generic[Identity, Entry]):
 
 
 class Journal(Generic[Identity, Entry]):
-    """The entries of a journal, equal on every rank; rank 0 also writes them to disk.
+    """The entries of a journal, the same on every rank; rank 0 also writes them to disk.
 
-    `path` is None on the other ranks. The file is made with the first entry, cut to the part of it that was readable.
+    `path` is None on the other ranks. With the first new entry, the file is created, or cut to the part that was
+    readable.
     """
 
     def __init__(
@@ -97,11 +99,11 @@ class Journal(Generic[Identity, Entry]):
         self.entries: dict[Hashable, Entry] = {kind.key(entry): entry for entry in kept.entries}
 
     def find(self, *key: Hashable) -> Entry | None:
-        """Return the entry of this key; None if there is none."""
+        """Return the entry with this key; None if there is none."""
         return self.entries.get(key)
 
     def add(self, entries: Sequence[Entry]) -> bool:
-        """Add entries and sync them to disk; return False if all of them were there already."""
+        """Add entries and sync them to disk; return False if all of them were already recorded."""
         keyed = {self._kind.key(entry): entry for entry in entries}
         new = {key: entry for key, entry in keyed.items() if self.entries.get(key) != entry}
         self.entries.update(new)
@@ -110,7 +112,7 @@ class Journal(Generic[Identity, Entry]):
         return bool(new)
 
     def remove(self) -> None:
-        """Remove the file: its entries have been written elsewhere."""
+        """Remove the file, after its entries have been written elsewhere."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
@@ -130,7 +132,7 @@ class Journal(Generic[Identity, Entry]):
 
 
 def journal_path(out: Path) -> Path:
-    """The path of the journal of a run that writes `out`."""
+    """Return the path of the journal of a run that writes `out`."""
     return out.with_name(f"{out.name}.journal")
 
 

@@ -1,8 +1,8 @@
 """The lock that allows only one run at a time in a folder, and scratch folders.
 
-A lock is released when its process ends, however it ends: it is flock(2), which the kernel releases. On NFS, Linux
-turns it into a lock of the server's, for all its clients: for a machine that is lost, NFSv4's server releases it when
-the lease ends (90 s, if nothing else is set).
+A lock is released when its process ends, for whatever reason: it is flock(2), which the kernel releases. On NFS, Linux
+turns it into a lock on the server, for all clients: if a machine is lost, NFSv4's server releases its locks when the
+lease ends (90 s by default).
 """
 
 import errno
@@ -33,10 +33,10 @@ class HeldLock(Value, frozen=True, kw_only=True):
     file: str
     device: int
     inode: int
-    """Inode of the lock file; no other file has it while the lock is held."""
+    """Inode of the lock file; no other file can have it while the lock is held."""
 
     def check(self) -> None:
-        """Raise BadInput if the file was removed or replaced: another run may have taken the name since."""
+        """Raise BadInput if the file was removed or replaced, so that another run may have taken the name since."""
         if not _is_still(Path(self.file), (self.device, self.inode)):
             problem = "was removed or replaced while this run held it, so another may be at work here"
             raise BadInput(self.file, problem, "let one run end, then start this one again")
@@ -46,9 +46,9 @@ class HeldLock(Value, frozen=True, kw_only=True):
 def only_run(file: Path, nodes: Nodes) -> Iterator[tuple[HeldLock, ...]]:
     """Hold the lock `file` of a run on node 0; other nodes take no lock, because they may use the same folder.
 
-    A symbolic link is not followed, and a hard link not written to. The file names its holder, as does the BadInput
-    raised if another run holds it.
-    Yields the held locks, for those who write under them.
+    A symbolic link is not followed, and a hard link is not written to. The file contains the name of its holder. If
+    another run holds the lock, BadInput is raised, which states the holder. Yields the held locks, for code that writes
+    under them.
     """
     if nodes.rank:
         yield ()
@@ -75,7 +75,7 @@ def _locked(file: Path) -> int:
             problem = _refusal(file, descriptor, error)
             os.close(descriptor)
             raise problem from None
-        os.close(descriptor)  # the run before removed the file as this one opened it
+        os.close(descriptor)  # the previous run removed the file while this one opened it
 
 
 def _say_who(descriptor: int) -> None:
@@ -85,7 +85,7 @@ def _say_who(descriptor: int) -> None:
 
 
 def _refusal(file: Path, descriptor: int, error: OSError) -> BadInput:
-    if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):  # such as ENOLCK: a file system that has no locks
+    if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):  # such as ENOLCK: a file system without locks
         problem = f"cannot be locked ({error.strerror})"
         return BadInput(file, problem, "choose a folder on a file system with flock(2), such as NFS with its locks on")
     holder = os.pread(descriptor, _MAX_WHO_BYTES, 0).decode(errors="replace").strip()
@@ -130,6 +130,6 @@ def scratch_folder() -> Iterator[Path]:
 def _sweep(temporary: Path) -> None:
     for path in temporary.glob(f"{_PREFIX}*"):
         if name := _NAME.fullmatch(path.name):
-            with suppress(FileNotFoundError):  # another command may be sweeping
+            with suppress(FileNotFoundError):  # another command may be removing it
                 if is_gone(path, **name.groupdict()):
                     shutil.rmtree(path, ignore_errors=True)

@@ -1,8 +1,8 @@
 """The rendezvous of launchers and ranks of several nodes, and the proof that each knows the run's secret.
 
 Node 0 listens at one address. A caller and node 0 exchange random numbers and prove by HMAC-SHA256 over both (RFC 2104)
-that they know the secret, which is never sent. Until then, only 32 and 64 bytes are read from a peer, uninterpreted.
-Afterwards every message is its length and JSON; messages are not encrypted.
+that they know the secret, which is never sent. Until then, only 32 and 64 bytes are read from a peer, without parsing.
+Afterwards every message is its length followed by JSON; messages are not encrypted.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ REMEDY = f"set {SECRET_VARIABLE} to the same {_MIN_SECRET_CHARACTERS} or more ra
 
 
 class Refused(ConnectionError):
-    """A peer that does not know the secret, or sends something invalid."""
+    """A peer does not know the secret, or sends something invalid."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class Place:
 def meeting_of(nodes: Nodes, file: Path, environment: Mapping[str, str]) -> Iterator[Nodes]:
     """Yield the nodes of a run, ready to meet: node 0 listens, and the others can read the secret.
 
-    The secret is SHARDWRIGHT_SECRET or, if that is not set, a random one that node 0 keeps in `file` (mode 600) of a
-    folder that the nodes share. Raises BadInput if the secret is short, `file` is not the user's alone, or node 0
-    cannot listen at its address.
+    The secret is SHARDWRIGHT_SECRET or, if that is not set, a random one that node 0 writes to `file` (mode 600) in a
+    folder that the nodes share. Raises BadInput if the secret is short, if others than the user can read `file`, or if
+    node 0 cannot listen at its address.
     """
     if nodes.count == 1 or nodes.meeting is not None:
         yield nodes
@@ -73,7 +73,7 @@ def meeting_of(nodes: Nodes, file: Path, environment: Mapping[str, str]) -> Iter
 
 
 def place_of(nodes: Nodes) -> Place:
-    """The address of node 0 and the secret; FileNotFoundError if the secret's file is not there (yet)."""
+    """Return the address of node 0 and the secret; FileNotFoundError if the secret's file does not exist (yet)."""
     address, meeting = nodes.address, nodes.meeting
     assert address is not None and meeting is not None, "several nodes meet within meeting_of"
     secret = meeting.secret or _read_secret(meeting.file)
@@ -94,7 +94,7 @@ def _checked(environment: Mapping[str, str]) -> bytes | None:
 
 
 def _write_secret(file: Path) -> None:
-    """Write the secret's file atomically; keep one from an earlier start of this run."""
+    """Write the secret's file atomically; keep a file from an earlier start of this run."""
     try:
         if not file.is_symlink() and not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +108,7 @@ def _write_secret(file: Path) -> None:
 
 
 def _read_secret(file: Path) -> bytes:
-    # Listed, because an NFS client may cache for long that a file does not exist.
+    # The folder is listed, because an NFS client may cache for a long time that a file does not exist.
     if not file.parent.is_dir() or file.name not in os.listdir(file.parent):
         raise FileNotFoundError(f"{file} does not exist")
     descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -124,7 +124,7 @@ def _read_secret(file: Path) -> bytes:
 
 @contextmanager
 def _listening(address: Address) -> Iterator[socket.socket]:
-    """Listen at this address of this machine and no other until the run ends, also while ranks are restarted."""
+    """Listen only at this address of this machine until the run ends, also while ranks are restarted."""
     if means_loopback(address.host):
         problem = f"{address.host} is this machine's loopback interface here, which other nodes cannot reach"
         raise BadInput("--rendezvous", problem, "give an address of node 0 that all nodes reach")
@@ -140,7 +140,7 @@ def _listening(address: Address) -> Iterator[socket.socket]:
 
 
 def call(place: Place, timeout_s: float = ANSWER_S / 2) -> socket.socket:
-    """A connection to node 0's launcher on which both have proved the secret; raises OSError if not."""
+    """Return a connection to node 0's launcher after both have proved the secret; raise OSError if they cannot."""
     line = socket.create_connection(place.address, timeout=timeout_s)
     try:
         challenge, nonce = receive(line, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
@@ -154,7 +154,7 @@ def call(place: Place, timeout_s: float = ANSWER_S / 2) -> socket.socket:
 
 
 async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
-    """Return once a caller has proved that it knows the secret; raise Refused or EOFError if it does not."""
+    """Return after a caller has proved that it knows the secret; raise Refused or EOFError if it does not."""
     challenge = secrets.token_bytes(_NONCE_BYTES)
     writer.write(challenge)
     nonce = await reader.readexactly(_NONCE_BYTES)

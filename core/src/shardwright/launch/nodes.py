@@ -23,7 +23,7 @@ LOOPBACK = "lo"
 _SIOCGIFADDR = 0x8915
 _NAME_BYTES, _REQUEST_BYTES, _ADDRESS_BYTES = 15, 256, slice(20, 24)
 _ELSEWHERE = ("198.51.100.1", 9)
-"""An address and port that belong to no machine (RFC 5737)."""
+"""An address and port that do not belong to any machine (RFC 5737)."""
 _MAX_PORT = 65535
 _USUAL_PORT = 29500
 """Port that PyTorch uses by default."""
@@ -44,7 +44,7 @@ class Meeting:
     """How the nodes of a run meet: a secret, and node 0's listening socket."""
 
     file: Path
-    """File in which node 0 stores the secret, unless all nodes were given it."""
+    """File in which node 0 stores the secret, unless all nodes received it from the environment."""
     secret: bytes | None = field(default=None, repr=False)
     """The secret, if it was given or this is node 0."""
     server: socket.socket | None = None
@@ -61,9 +61,9 @@ class Nodes:
     all_here: bool = False
     """Whether this machine runs the ranks of all nodes of the cluster."""
     step: str = ""
-    """Job and step of Slurm, if these name the nodes: then `rendezvous` is a host, and its port is random."""
+    """Job and step of Slurm, if Slurm determines the nodes: then `rendezvous` is a host, and its port is random."""
     meeting: Meeting | None = field(default=None, compare=False)
-    """The meeting of the nodes; set within `meeting_of`."""
+    """How the nodes meet; set within `meeting_of`."""
 
     def __post_init__(self) -> None:
         if self.all_here and self.count > 1:
@@ -83,9 +83,9 @@ class Nodes:
 
     @property
     def address(self) -> Address | None:
-        """Return the rendezvous as host and port; port 0 until the secret determines it.
+        """Return the rendezvous as host and port; the port is 0 until the secret determines it.
 
-        Raises BadInput if it is no `HOST:PORT`.
+        Raises BadInput if the rendezvous is not `HOST:PORT`.
         """
         if self.rendezvous is None:
             return None
@@ -98,10 +98,10 @@ class Nodes:
 
 
 def nodes_of(count: int | None, rank: int | None, rendezvous: str | None, environment: Mapping[str, str]) -> Nodes:
-    """Return the nodes that the options name; missing options are taken from the current srun step.
+    """Return the nodes that the options specify; missing options are taken from the current srun step.
 
-    Outside a step, there is one node. Raises BadInput if a step has several tasks on a node, or its first host
-    cannot be found.
+    Outside a step, there is one node. Raises BadInput if a step has several tasks on a node, or if the address of its
+    first host cannot be determined.
     """
     if "SLURM_STEP_NODELIST" not in environment:
         return Nodes(1 if count is None else count, rank or 0, rendezvous)
@@ -118,9 +118,9 @@ def nodes_of(count: int | None, rank: int | None, rendezvous: str | None, enviro
 
 
 def check_all_nodes(cluster: Cluster, nodes: Nodes, file: object) -> None:
-    """Raise BadInput if a command for all nodes of a cluster is started on another number of them.
+    """Raise BadInput if a command for all nodes of a cluster is started on another number of nodes.
 
-    If no option names nodes, first print the line to start on each, with this machine as node 0.
+    If no option specifies nodes, first print the line to start on each node, with this machine as node 0.
     """
     count = cluster.num_nodes
     if nodes.all_here or nodes.count == count:
@@ -135,7 +135,7 @@ def check_all_nodes(cluster: Cluster, nodes: Nodes, file: object) -> None:
 
 
 def lines_of_nodes(cluster: Cluster, command: Sequence[str]) -> list[str]:
-    """The command line for each node of a cluster, in the order of its nodes, with this machine as node 0."""
+    """Return the command line for each node of a cluster, in order, with this machine as node 0."""
     program = shlex.join([Path(command[0]).name, *command[1:]])
     types = [group.node_type for group in cluster.nodes for _ in range(group.count)]
     meeting = f"--nnodes {len(types)} --rendezvous {name_for_others()}:{_USUAL_PORT}"
@@ -145,7 +145,7 @@ def lines_of_nodes(cluster: Cluster, command: Sequence[str]) -> list[str]:
 def interface_of(address: str) -> str | None:
     """Return the network interface that has an IPv4 address, or a loopback address (netdevice(7)).
 
-    Returns None if no interface has it, and for IPv6 addresses other than ::1.
+    None if no interface has it, and for IPv6 addresses other than ::1.
     """
     if _is_loopback(address):
         return LOOPBACK
@@ -159,7 +159,7 @@ def interface_of(address: str) -> str | None:
 
 
 def means_loopback(host: str) -> bool:
-    """Whether a host name, not `localhost`, resolves to loopback here, as a machine's name does on Debian."""
+    """Return whether a host name other than `localhost` resolves to loopback here, as machines' names do on Debian."""
     with suppress(OSError):
         addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
         return all(map(_is_loopback, addresses)) and host != "localhost" and host not in addresses
@@ -171,7 +171,7 @@ def name_for_others() -> str:
     name = socket.gethostname()
     if means_loopback(name):
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(_ELSEWHERE)  # which sends nothing
+            probe.connect(_ELSEWHERE)  # this sends nothing
             return str(probe.getsockname()[0])
     return name
 
@@ -181,10 +181,10 @@ def _is_loopback(address: str) -> bool:
 
 
 def _host_of_step(environment: Mapping[str, str]) -> str:
-    """Return the address of the step's first node as Slurm reaches it; its name may only be known to Slurm."""
+    """Return the address at which Slurm reaches the step's first node; the node's name may be known only to Slurm."""
     listed = environment["SLURM_STEP_NODELIST"]
     hosts = _hosts(listed)
-    # Slurm's list of the step is sorted by name across a job's components: the first task is on the first component's.
+    # Slurm sorts the step's list by name across a job's components, but the first task runs on the first component.
     components = (f"SLURM_JOB_NODELIST_HET_GROUP_{number}" for number in itertools.count())
     firsts = (_hosts(environment[name])[0] for name in itertools.takewhile(environment.__contains__, components))
     first = next((host for host in firsts if host in hosts), hosts[0])
@@ -199,7 +199,7 @@ def _hosts(listed: str) -> list[str]:
 
 
 def _scontrol(listed: str, *asked: str) -> str:
-    """The output of `scontrol show`; raises BadInput if there is none."""
+    """Return the output of `scontrol show`; raise BadInput if there is none."""
     command = ["scontrol", "--oneliner", "show", *asked]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_S)
@@ -215,7 +215,7 @@ def _unresolved(listed: str, why: str) -> BadInput:
 
 
 def _number(environment: Mapping[str, str], *names: str, default: int | None = None) -> int:
-    """Return the value of the first of these variables that is set."""
+    """Return the value of the first of these variables that is set, or the default; BadInput if it is not a number."""
     name = next((name for name in names if name in environment), names[0])
     value = environment.get(name)
     if value is None and default is not None:
@@ -232,15 +232,15 @@ class NodeOptions(Options, frozen=True, kw_only=True):
     nnodes: Count | None = None
     """Number of nodes on which this command is started; by default srun's, else 1."""
     node_rank: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
-    """This node's number in the cluster's order, from 0; by default srun's, else 0."""
+    """This node's number in the cluster's order, counted from 0; by default srun's, else 0."""
     rendezvous: Annotated[str, Meta(max_length=300)] | None = None
-    """HOST:PORT of node 0 if several nodes meet. Not needed under srun."""
+    """HOST:PORT of node 0 if there are several nodes; not needed under srun."""
 
     all_nodes_here: bool = False
-    """Start the ranks of all nodes on this machine, to try a cluster's plans if there is no such cluster."""
+    """Start the ranks of all nodes on this machine, to try plans for a cluster that is not available."""
 
     def nodes(self, environment: Mapping[str, str]) -> Nodes:
-        """Return the nodes that the options name."""
+        """Return the nodes that the options specify."""
         if self.all_nodes_here:
             return Nodes(self.nnodes or 1, self.node_rank or 0, all_here=True)
         return nodes_of(self.nnodes, self.node_rank, self.rendezvous, environment)

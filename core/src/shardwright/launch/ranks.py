@@ -1,8 +1,8 @@
-"""The launcher: starts one process per device of this node, watches them, and ends them together.
+"""The launcher: starts one process per device of this node, watches the processes, and ends them together.
 
-It never imports torch: it must stay responsive when ranks hang in a kernel, and start in a fraction of a second.
-What ranks print is shown as it comes, and kept in a file for each rank if requested. A rank that is killed keeps what
-it has printed, because that is in a pipe whose other end is the launcher's.
+It never imports torch, because it must stay responsive when ranks hang in a kernel, and start in a fraction of a
+second. What ranks print is shown as it arrives, and stored in a file for each rank if requested. If a rank is killed,
+what it has printed is not lost: it is in a pipe whose other end belongs to the launcher.
 """
 
 import math
@@ -34,7 +34,7 @@ from shardwright.launch.signals import relayed_signals
 from shardwright.launch.store import note_meeting
 
 LAST_LINES = 10
-"""Number of the last lines of a failed rank that are shown once more."""
+"""Number of a failed rank's last lines that are shown again."""
 _CHUNK_BYTES = 64 * 1024
 _JOIN_S = 5.0
 _STDOUT, _STDERR = 1, 2
@@ -80,14 +80,14 @@ class RankLog:
 
 
 class RankOutput:
-    """The output of a node's ranks: a thread for each stream that is not the launcher's own."""
+    """The output of a node's ranks: a thread for each stream that the launcher reads."""
 
     def __init__(self, logs: dict[int, RankLog], on_line: OnLine | None) -> None:
         self._logs, self._on_line = logs, on_line
         self._readers: list[threading.Thread] = []
 
     def takes(self, rank: int) -> tuple[bool, bool]:
-        """Whether the launcher reads standard output and standard error of a rank."""
+        """Return whether the launcher reads standard output, and standard error, of a rank."""
         kept = rank in self._logs
         return kept or (self._on_line is not None and rank == 0), kept
 
@@ -113,7 +113,7 @@ class RankOutput:
             reader.join(max(0.0, until_s - time.monotonic()))
 
     def show(self, rank: int, text: str) -> None:
-        """Show on standard error, and store, a text that a rank could not print itself."""
+        """Show on standard error, and store, text that a rank could not print itself."""
         print(text, end="", file=sys.stderr)
         if rank in self._logs:
             self._logs[rank].write(text.encode())
@@ -187,15 +187,15 @@ def _write(descriptor: int, piece: bytes) -> None:
 
 _POLL_S = 0.05
 _ORDERLY_END_S = 20.0
-"""Seconds that the other ranks have to end by themselves after one reported an error that all may have agreed on."""
+"""Seconds that the other ranks have to end by themselves, after one reported an error that all may have agreed on."""
 _OTHER_END_S = 2.0
-"""Seconds that the other ranks have after one failed otherwise: enough to see which of them failed first."""
+"""Seconds that the other ranks have to end after any other failure: enough to see which of them failed first."""
 _STATES = "T: stopped, D: in the kernel"
 _STACKS_S = 2.0
 """Seconds that the ranks have to show their stacks and collectives."""
 _GATHER_S = _ORDERLY_END_S + 10.0
 """Seconds that the launchers of other nodes have to report how their ranks ended."""
-# PyTorch 2.13 renames two collectives; the old names are the only ones that 2.11 has.
+# PyTorch 2.13 renames two collectives; 2.11 has only the old names.
 _RENAMED = "ignore::FutureWarning:torch.distributed.c10d_logger"
 EXPANDABLE = "expandable_segments:True"
 """Default setting of PyTorch's allocator of device memory; the caller's environment overrides it."""
@@ -209,11 +209,11 @@ A rank keeps freed memory instead of faulting in the same pages in every step; 3
 _DEVICE = {"CUDA_MODULE_LOADING": "EAGER", "NCCL_RUNTIME_CONNECT": "0", "TORCH_FR_BUFFER_SIZE": "2000"}
 """Environment variables of CUDA, NCCL and PyTorch's flight recorder; the caller's environment overrides them.
 
-Loading a kernel or opening a connection during a step may wait for all work queued on the device, which deadlocks if a
-queued receive waits for a rank that in turn waits for this one. So both happen up front.
+Loading a kernel or opening a connection during a step may wait for all work that is queued on the device. This
+deadlocks if a queued receive waits for a rank that in turn waits for this one, so both are done at the start.
 """
 _UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
-"""Environment variable for ranks that print into a pipe: what they have printed is in the pipe when they are killed."""
+"""Environment variable for ranks that print into a pipe, so that their output is in the pipe if they are killed."""
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _QUIET = {"NCCL_RAS_ENABLE": "0"}
 """Environment variable that stops NCCL 2.24 and later from listening for job health queries at one fixed port."""
@@ -228,7 +228,7 @@ class _Rank:
     files: RankFiles
     process: "subprocess.Popen[bytes]"
     status: int | None = None
-    """Exit status of the process, unless the launcher ended it."""
+    """Exit status of the process; None while it runs, and if the launcher ended it."""
     seen_s: float = 0.0
 
     def look(self) -> int | None:
@@ -260,26 +260,25 @@ def launch(
     name: str = "",
     start: int = 0,
 ) -> None:
-    """Run `command` for each of this node's ranks with RANK, LOCAL_RANK and WORLD_SIZE set.
+    """Run `command` for each of this node's ranks, with RANK, LOCAL_RANK and WORLD_SIZE set.
 
-    The ranks connect to one another through `rank_store`.
+    The ranks connect to each other through `rank_store`. The cores that this process may use are divided evenly among
+    the ranks' threads.
 
     `name` distinguishes launches of the same command and size, and `start` the restarts of one launch, so that no node
-    mistakes a report of an earlier one for a new one.
+    takes a report from an earlier launch for a new one. Lines that rank 0 prints go to `on_line`, if given. The output
+    of each rank is shown, and stored in `rank-<number>.log` of `log_folder` if given; the last lines of the rank that
+    failed are repeated at the end.
 
-    The cores that this process may use are divided evenly among the ranks' threads. Lines that rank 0 prints go to
-    `on_line`, if given. The output of each rank is shown, and kept in `rank-<number>.log` of `log_folder` if given; the
-    last lines of the rank that failed are repeated at the end.
+    SIGINT, SIGTERM, SIGUSR1 and SIGHUP are relayed to every process as SIGTERM; a second signal ends them at once. If a
+    process fails on any node, the others get a short time to end and are then killed; no process outlives this one.
+    With `hang_timeout_s`, ranks that take longer than that from one `Heartbeat.begin` to the next print their stacks,
+    write the collectives that they have entered to `rank-<number>-collectives.json` of `log_folder`, and are killed.
 
-    SIGINT, SIGTERM, SIGUSR1 and SIGHUP are relayed to every process as SIGTERM; a second one ends them at once. When a
-    process fails on any node, the others get a short time to end, then are killed; no process outlives this one. With
-    `hang_timeout_s`, ranks that take longer than that from one `Heartbeat.begin` to the next print their stacks, dump
-    the collectives they have entered into `rank-<number>-collectives.json` of `log_folder`, and are killed.
-
-    Raises RunFailed naming the rank that failed first, on whichever node: OutOfMemory if its device lacked memory,
-    RanksLost if ranks ended without an error in order, hang, or are gone with their node. An error that ranks
-    reported in order is printed in one line and ends by SystemExit with its exit code; so does a signal that came
-    before they could stop in order.
+    Raises RunFailed, naming the rank that failed first on any node: OutOfMemory if its device had too little memory,
+    RanksLost if ranks ended without an orderly error, hang, or are gone with their node. An orderly error that ranks
+    reported is printed in one line, and this function ends by SystemExit with its exit code, as it does after a signal
+    that arrived before the ranks could stop in order.
     """
     nodes = nodes or Nodes()
     started: list[_Rank] = []
@@ -298,11 +297,11 @@ def launch(
                 files = RankFiles.of_rank(folder, number)
                 place = {"RANK": str(number), "LOCAL_RANK": str(local_rank)} | files.environment
                 started.append(_start(command, number, files, environment | place, output))
-            if signals:  # while some were yet to be started
+            if signals:  # while some were not started yet
                 _ask_to_stop(started)
             report = _watch(started, nodes, others, hang_timeout_s)
         finally:
-            # In this order: the readers end when the last process that holds a pipe has ended.
+            # In this order, because the readers end when the last process that holds a pipe has ended.
             _kill(started)
             output.join()
         if log_folder is not None:
@@ -314,12 +313,12 @@ def launch(
 
 
 def allocator_setting(environment: Mapping[str, str]) -> str:
-    """The setting of PyTorch's allocator of device memory, empty if there is none."""
+    """Return the setting of PyTorch's allocator of device memory; empty if there is none."""
     return next((environment[name] for name in _ALLOCATOR if environment.get(name)), "")
 
 
 def _environment(interface: str | None, processes: int, world_size: int) -> dict[str, str]:
-    # Overrides the caller's environment: with more threads than cores, ranks wait for one another.
+    # Overrides the caller's environment: with more threads than cores, ranks would wait for each other.
     threads = str(max(1, len(os.sched_getaffinity(0)) // processes))
     warnings = ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), _RENAMED)))
     shared = {"PYTHONWARNINGS": warnings, "WORLD_SIZE": str(world_size)}
@@ -337,7 +336,7 @@ def _start(
     command: Sequence[str], number: int, files: RankFiles, environment: dict[str, str], output: RankOutput
 ) -> _Rank:
     pipes = [subprocess.PIPE if taken else None for taken in output.takes(number)]
-    # In a separate session: a terminal's Ctrl-C reaches only the launcher, which relays it as an orderly stop.
+    # In a separate session, so that a terminal's Ctrl-C reaches only the launcher, which relays it as an orderly stop.
     process = subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=pipes[0], stderr=pipes[1], start_new_session=True
     )
@@ -346,7 +345,7 @@ def _start(
 
 
 def _watch(ranks: Sequence[_Rank], nodes: Nodes, others: Exchange, hang_timeout_s: float | None) -> NodeReport | None:
-    """None once all ranks of this node have ended well, or its report once any node failed and the time is up."""
+    """Return None after all ranks of this node have succeeded, or its report after a node failed and the time is up."""
     began_s, reported, gone_s = time.monotonic(), False, math.inf
     while None in [rank.look() for rank in ranks]:
         here = _report(ranks, nodes, began_s, hang_timeout_s)
@@ -357,7 +356,7 @@ def _watch(ranks: Sequence[_Rank], nodes: Nodes, others: Exchange, hang_timeout_
         if any(report.hang for report in reports):
             _print_stacks(ranks)
             return here
-        # Ranks may wait forever for those of a vanished node, so they do not get the time of an orderly end.
+        # Ranks may wait forever for ranks of a vanished node, so they do not get the time for an orderly end.
         if any(report.gone for report in reports):
             gone_s = min(gone_s, time.monotonic())
         failed = [state for report in reports for state in report.ranks if state.failed]
@@ -378,7 +377,7 @@ def _report(ranks: Sequence[_Rank], nodes: Nodes, began_s: float, hang_timeout_s
 
 
 def _time_is_up(failed: Sequence[RankState]) -> bool:
-    """Return whether the other ranks have had their grace time to end after some failed."""
+    """Return whether the time is up that the other ranks have to end after some ranks failed."""
     if not failed:
         return False
     allowed_s = _ORDERLY_END_S if all(state.orderly for state in failed) else _OTHER_END_S
@@ -386,7 +385,7 @@ def _time_is_up(failed: Sequence[RankState]) -> bool:
 
 
 def _hang(running: Sequence[RankState], began_s: float, hang_timeout_s: float) -> str | None:
-    """Return a description of what exceeded the time limit: a rank's step, or connecting the ranks; None: nothing."""
+    """Return a description of what exceeded the time limit: a rank's step or connecting the ranks; else None."""
     now_s = time.monotonic()
     steps = [state.step for state in running if state.step is not None]
     if any(now_s - step.began_s > hang_timeout_s for step in steps):
@@ -399,7 +398,8 @@ def _hang(running: Sequence[RankState], began_s: float, hang_timeout_s: float) -
 def _print_stacks(ranks: Sequence[_Rank]) -> None:
     places = [rank.state().where for rank in ranks]
     for rank in ranks:
-        # One that has not called `start_rank` would end by the signals, and be named in place of the one that hangs.
+        # A rank that has not called `start_rank` would end by the signals, and be reported instead of the one that
+        # hangs.
         if rank.look() is None and rank.files.stacks_file.exists():
             rank.process.send_signal(STACKS_SIGNAL)
             rank.process.send_signal(COLLECTIVES_SIGNAL)
@@ -441,10 +441,10 @@ def _fail(ranks: Sequence[_Rank], here: NodeReport, others: Exchange, output: Ra
         output.show_last_lines(failure.out_of_memory.rank)
         raise failure.out_of_memory
     if failure.exit_code != RunFailed.exit_code:
-        if here.node == 0 or not failure.agreed:  # what all ranks agreed on is said once, by node 0
+        if here.node == 0 or not failure.agreed:  # an error that all ranks agreed on is printed once, by node 0
             print(f"error: {failure.text}", file=sys.stderr)
         raise SystemExit(failure.exit_code)
-    # A rank that was ended before it could print its traceback itself.
+    # If a rank was ended before it could print its traceback, it is shown here.
     for state in (state for state in states if state.rank == failure.rank and state.status is None):
         output.show(state.rank, state.error.trace if state.error else "")
     if failure.failed is not None:

@@ -8,7 +8,7 @@ from types import FrameType
 from typing import TextIO, cast
 
 SECOND_SIGNAL = 130
-"""Exit code when a second signal cuts the orderly end short."""
+"""Exit code if a second signal interrupts the orderly end."""
 _RELAYED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -16,7 +16,7 @@ _RELAYED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 def relayed_signals(ask_to_stop: Callable[[], None]) -> Iterator[list[signal.Signals]]:
     """Call `ask_to_stop` at the first INT, TERM, USR1 or HUP, and raise SystemExit at the second.
 
-    Yield the received signals.
+    Yields the list of received signals.
     """
     seen: list[signal.Signals] = []
 
@@ -37,7 +37,7 @@ def relayed_signals(ask_to_stop: Callable[[], None]) -> Iterator[list[signal.Sig
 
 
 def outlive_terminal() -> None:
-    """Keep this process running when its output is closed, as a closed terminal does."""
+    """Keep this process running when its output is closed, as by a closed terminal."""
     sys.stdout, sys.stderr = cast(TextIO, _Lossy(sys.stdout)), cast(TextIO, _Lossy(sys.stderr))
 
 

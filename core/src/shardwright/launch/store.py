@@ -1,7 +1,8 @@
 """The key-value store through which the ranks of several nodes connect, served by node 0's launcher.
 
-PyTorch's TCPStore listens on all addresses and answers everybody; this one answers only callers that have proved the
-secret of the run. On a single node the ranks use PyTorch's FileStore in the launcher's folder, and nothing listens.
+PyTorch's TCPStore listens on all addresses and answers everybody. This one answers only callers that have proved that
+they know the run's secret. On a single node, the ranks use PyTorch's FileStore in the launcher's folder, and nothing
+listens.
 """
 
 import asyncio
@@ -19,19 +20,19 @@ from shardwright.launch.meeting import ANSWER_S, Place, call, framed, read_frame
 
 
 class RankCall(msgspec.Struct, frozen=True, tag="rank"):
-    """The first message of a rank, which names the launch that it belongs to."""
+    """The first message of a rank, which states the launch that it belongs to."""
 
     launch: str
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A request of a rank; `kind` names a method of the store."""
+    """A request of a rank; `kind` is the method of the store."""
 
     kind: Literal["set", "add", "compare_set", "read", "delete", "count"]
     keys: tuple[str, ...] = ()
-    """One key; several for `read`, which is answered once all are set, or with None after `wait_s`."""
+    """One key, or several for `read`, which is answered once all are set, or with None after `wait_s`."""
     value: bytes = b""
-    """The value to set; `compare_set` does so if the value is `expected`, or is missing and expected to be empty."""
+    """The value to set; `compare_set` sets it only if the stored value (empty if there is none) equals `expected`."""
     expected: bytes = b""
     amount: int = 0
     """The amount to add to a number, which starts at 0."""
@@ -46,7 +47,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 _CALL_S = 60.0
-"""Seconds that node 0's launcher has to answer a rank's call; at a large start many call at once."""
+"""Seconds that node 0's launcher has to answer a rank's call; when a large run starts, many ranks call at once."""
 _REQUESTS: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
 _ANSWERS: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
 
@@ -98,7 +99,7 @@ class Values:
 
 
 class MeetingNote(msgspec.Struct, frozen=True):
-    """The address, secret and launch that a launcher of several nodes leaves for its ranks in a private file."""
+    """The address, secret and launch that a launcher of several nodes stores for its ranks in a private file."""
 
     place: Place
     launch: str
@@ -115,7 +116,7 @@ S = TypeVar("S", bound=Store)
 
 
 class StoreCalls:
-    """The methods that PyTorch calls of a `torch.distributed.Store`, answered by node 0's launcher."""
+    """The methods of a `torch.distributed.Store` that PyTorch calls, answered by node 0's launcher."""
 
     timeout: timedelta
 
@@ -144,39 +145,39 @@ class StoreCalls:
         return values
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Set a value."""
+        """Set the value of a key."""
         self._ask(Request("set", (key,), _as_bytes(value)))
 
     def get(self, key: str) -> bytes:
-        """Return a value, waiting for it until the timeout."""
+        """Return the value of a key; wait for it until the timeout."""
         return self._awaited([key], self.timeout)[0]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number and return the sum."""
+        """Add `amount` to the number stored under a key, and return the sum."""
         return self._ask(Request("add", (key,), amount=amount)).number
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        """Set a value if it equals the expected one, and return the value that is there afterwards."""
+        """Set the value of a key to `desired` if it equals `expected`, and return the value that it then has."""
         request = Request("compare_set", (key,), _as_bytes(desired), _as_bytes(expected))
         return (self._ask(request).values or (b"",))[0]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all values are set."""
+        """Wait until all of these keys have values."""
         self._awaited(keys, timeout or self.timeout)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all values are set."""
+        """Return whether all of these keys have values."""
         return self._ask(Request("read", tuple(keys))).values is not None
 
     def delete_key(self, key: str) -> bool:
-        """Delete a value, and return whether there was one."""
+        """Delete a key, and return whether it existed."""
         return self._ask(Request("delete", (key,))).number > 0
 
     def num_keys(self) -> int:
-        """Return the number of values."""
+        """Return the number of keys."""
         return self._ask(Request("count")).number
 
-    # By these names C++ calls what Python calls by the names above.
+    # C++ uses these names for the methods above.
     deleteKey = delete_key
     getNumKeys = num_keys
 
@@ -193,7 +194,8 @@ def _as_bytes(value: bytes | str) -> bytes:
 def rank_store(file_store: Callable[[str, int], S], base: type[S], world_size: int, timeout: timedelta) -> S:
     """Return the store through which the ranks of a launch connect.
 
-    It is a `file_store` on one node and a subclass of `base` on several: `torch.distributed.FileStore` and `Store`.
+    On one node it is made by `file_store`, on several it is a subclass of `base`: `torch.distributed.FileStore` and
+    `torch.distributed.Store`.
     """
     files = RankFiles.of_environment()
     if not files.meeting_file.exists():
@@ -206,6 +208,6 @@ def rank_store(file_store: Callable[[str, int], S], base: type[S], world_size: i
 
 
 def note_meeting(file: "os.PathLike[str]", place: Place, launch: str) -> None:
-    """Write the address at which this node's ranks meet the other nodes' ranks into a new file."""
+    """Write the address at which this node's ranks meet the other nodes' ranks to a new file."""
     with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened:
         opened.write(msgspec.json.encode(MeetingNote(place, launch)))

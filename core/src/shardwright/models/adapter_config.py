@@ -1,4 +1,4 @@
-"""A LoRA adapter of peft (Hu et al. 2021): its adapter_config.json, and whether its weights are trained."""
+"""A LoRA adapter of peft (Hu et al. 2021): its adapter_config.json, and the hash of its trained weights, if any."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,15 +54,16 @@ class Adapter(NamedTuple):
     low_rank: LowRank
     targets: Targets
     ranks: Mapping[str, int]
-    """Other ranks, by regular expressions for the ends of names in the stock model."""
+    """Ranks that differ from `low_rank.rank`, by regular expressions for the ends of names in the stock model."""
     alphas: Mapping[str, float]
-    """Other numerators, in the same way."""
+    """Alphas that differ from `low_rank.alpha`, by regular expressions for the ends of names in the stock model."""
 
 
 def read_adapter(given: Path) -> tuple[Adapter, Path]:
-    """Return the adapter of a folder, with the identity of its trained weights, or of an adapter_config.json.
+    """Return an adapter and its configuration file, from an adapter's folder or an adapter_config.json.
 
-    Also returns the file of the configuration. Raises BadInput, naming it and the key, for what cannot be trained.
+    From a folder, the adapter includes the hash of its trained weights. Raises BadInput, naming file and key, if it
+    cannot be trained.
     """
     if not given.is_dir():
         return adapter_of_config(read_object(given), given), given
@@ -79,7 +80,7 @@ def read_adapter(given: Path) -> tuple[Adapter, Path]:
 def adapter_of_config(config: Mapping[str, Any], file: object, *, is_trained: bool = False) -> Adapter:
     """Return the adapter of an adapter_config.json of peft; raise BadInput, naming the key, if it cannot be trained.
 
-    `is_trained`: its low-rank matrices are not drawn.
+    `is_trained`: its low-rank matrices are read from a file, not drawn.
     """
     if (kind := config.get("peft_type")) != "LORA":
         raise BadInput(file, f"peft_type {kind!r} is not supported", "use LORA")
@@ -110,7 +111,7 @@ def adapter_of_config(config: Mapping[str, Any], file: object, *, is_trained: bo
 
 
 def _targets(config: Mapping[str, Any], file: object) -> Targets:
-    """Return which modules a configuration names, in each of the ways that peft has."""
+    """Return the modules that a configuration specifies, in any of peft's ways."""
     modules, layers = config.get("target_modules"), config.get("layers_to_transform")
     parameters = _names(config, "target_parameters", file)
     if not isinstance(modules, str):

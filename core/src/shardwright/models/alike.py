@@ -1,4 +1,4 @@
-"""A config.json as read by its family, under any of its names, or approximately as another family by its keys."""
+"""The keys of a config.json as its family reads them, under any of its names, or approximately as another family's."""
 
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -13,11 +13,11 @@ from shardwright.models.traits import Config, Mask
 
 OPTION = "--as"
 QUANTIZED = "quantization_config"
-"""The key that says how the weights of a published file are stored."""
+"""The key that describes how the weights of a published file are stored."""
 TEXT_KEY, TOWER_KEY = "text_config", "vision_config"
-"""The keys under which a language model's keys are nested, and those of a vision tower."""
+"""The keys under which the keys of a language model, and of a vision tower, are nested."""
 _ALIKE = 0.7
-"""The least likeness, from 0 to 1, of a type's name to that of its nearest family."""
+"""Lowest similarity, from 0 to 1, of a type's name to the name of its nearest family."""
 
 
 _WORDS = {
@@ -28,7 +28,7 @@ _WORDS = {
     "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size", "d_ff"),
     "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length"),
 }
-"""Keys of a model's shape, with what configuration classes of transformers call them besides."""
+"""Keys of a model's shape, with their other names in configuration classes of transformers."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k")
 _INNER = ("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size")
@@ -36,22 +36,22 @@ _INNER = ("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_siz
 _TRACES = "pip install '.[train]' traces causal models"
 _OF_ENCODERS = "type_vocab_size"
 _IMPLIED = ("n_inner", "num_key_value_heads")
-"""Lengths that all classes of transformers take from others if a file does not have them."""
+"""Lengths that all classes of transformers derive from others if a file does not have them."""
 _NULLS = ("attention_chunk_size", "q_lora_rank", "sliding_window")
 
 
 class Read(NamedTuple):
-    """A config.json with the keys that a family reads, and notes on it."""
+    """The keys of a config.json that a family reads, and notes on them."""
 
     config: dict[str, Any]
-    """Its keys, `model_type` being the family's."""
+    """The keys and their values; `model_type` is the family's name."""
     notes: tuple[str, ...] = ()
-    """What the user must know of this reading."""
+    """What the user must know about this reading."""
     approximates: str | None = None
-    """The family whose shapes stand for the model's; None: they are the model's own."""
+    """The family whose shapes represent the model's shapes; None if the shapes are the model's own."""
 
     def named(self, name: str) -> str:
-        """Return a model's name, extended by what it approximates, if it does."""
+        """Return a model's name, extended by the family that approximates it, if there is one."""
         return name if self.approximates is None else f"{name} (approximate, as {self.approximates})"
 
 
@@ -73,7 +73,7 @@ def read_config(given: Config, file: object, taken_as: str | None = None) -> Rea
 
 
 def read_configuration(file: Path) -> dict[str, Any]:
-    """Return the object of a config.json; only of a type without facts may numbers be infinite, tagged as such.
+    """Return the object of a config.json; NaN and infinity are only accepted, and tagged, for a type without facts.
 
     Raises BadInput as `read_object` does.
     """
@@ -82,13 +82,13 @@ def read_configuration(file: Path) -> dict[str, Any]:
 
 
 def is_known(config: Config) -> bool:
-    """Return whether a config.json has a type that a family describes, under its own or another name."""
+    """Return whether the type of a config.json has a family, under the family's name or another name."""
     kind = config.get("model_type")
     return isinstance(kind, str) and (kind in FAMILIES or kind in OTHER_NAMES)
 
 
 def has_images(config: Config) -> bool:
-    """Return whether a config.json is of a model with a vision tower that only a family could describe."""
+    """Return whether a config.json describes a model with a vision tower that only a family could describe."""
     return config.get("model_type") not in TRACED_TOWERS and isinstance(config.get(TOWER_KEY), Mapping)
 
 
@@ -119,7 +119,7 @@ def unknown_type(given: Config, file: object) -> BadInput:
 
 
 def nearest_family(given: Config) -> str | None:
-    """Return the family with the most similar name, or else the first of the usual ones that fits; None: none fits."""
+    """Return the family with the most similar name, or else the first usual family that fits; None if none fits."""
     fitting = [name for name in priced_families() if _fits(given, FAMILIES[name])]
     near = get_close_matches(str(given.get("model_type")), fitting, 1, _ALIKE)
     return next((name for name in (*near, *USUAL) if name in fitting), None)
@@ -131,7 +131,7 @@ def _is_causal(family: Family) -> bool:
 
 
 def without_format(given: Config) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return a configuration without how its weights are stored, and a line about that."""
+    """Return a configuration without the description of how its weights are stored, and a line about that."""
     config, stored = dict(given), given.get(QUANTIZED)
     if not isinstance(stored, Mapping):
         return config, ()
@@ -141,7 +141,7 @@ def without_format(given: Config) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def _as_named(config: dict[str, Any], file: object) -> dict[str, Any]:
-    """Return a configuration under the name of its family; raises BadInput where there is none."""
+    """Return a configuration under the name of its family; raise BadInput if it has no family."""
     kind = config.get("model_type")
     other = OTHER_NAMES.get(kind) if isinstance(kind, str) else None
     if other is not None:
@@ -153,7 +153,7 @@ def _as_named(config: dict[str, Any], file: object) -> dict[str, Any]:
 
 
 def _assumed(config: Config) -> Iterator[str]:
-    """Yield what is assumed of a model's images, if its configuration leaves their size open."""
+    """Yield what is assumed about a model's images, if its configuration leaves their size open."""
     family = FAMILIES[config["model_type"]]
     if family.vision is not None and family.vision.assumed is not None:
         configured = family.configured(config)
@@ -196,7 +196,7 @@ def _approximated(given: Config, family: Family, file: object) -> tuple[dict[str
 
 
 def _taken(flat: Config, family: Family) -> Iterator[tuple[str, str]]:
-    """Yield the keys of a family that a configuration has, each with its name there."""
+    """Yield the keys of a family that a configuration contains, each with its name in that configuration."""
     words = {key: (key, *others) for key, others in _WORDS.items()}
     if (experts := family.experts) is not None:
         words[experts.number], words[experts.top_k] = _EXPERTS, _TOP_K
@@ -213,7 +213,7 @@ def _taken(flat: Config, family: Family) -> Iterator[tuple[str, str]]:
 
 
 def _wrongly_typed(flat: Config, family: Family) -> set[str]:
-    """Return the keys that list types of blocks which a family does not have."""
+    """Return the keys that list block types, if the family does not have all of these types."""
     (stack,) = family.stacks
     listed = flat.get(stack.typed_by) if stack.typed_by else None
     fits = isinstance(listed, list) and all(kind in stack.values for kind in listed)
@@ -232,7 +232,7 @@ def _own_name(family: Family, key: str) -> str:
 
 
 def _required(family: Family) -> Iterator[str]:
-    """Yield the keys that a configuration must have, lest a family's defaults are used for its shapes."""
+    """Yield the keys that a configuration must have, so that a family's defaults are not used for its shapes."""
     first = () if family.experts is None or family.experts.first is None else (family.experts.first,)
     shapes = ("hidden_size", "num_hidden_layers", "num_attention_heads", *family.keys.lengths, *first)
     for key in (*shapes, *family.divided.lengths):
@@ -241,9 +241,10 @@ def _required(family: Family) -> Iterator[str]:
 
 
 def _absent(config: Config, family: Family) -> dict[str, Any]:
-    """Return keys that a file lacks, as most classes of transformers set them, instead of a family's defaults.
+    """Return values for keys that a file does not have, as most classes of transformers set them.
 
-    As many heads of keys as of queries, all equally wide, no latents of queries, and no window.
+    They replace a family's defaults: as many key heads as query heads, all equally wide, no query latents, and no
+    window.
     """
     usual: dict[str, Any] = dict.fromkeys(_NULLS)
     heads, hidden = (config.get(family.keys.aliases.get(key, key)) for key in ("num_attention_heads", "hidden_size"))
@@ -253,7 +254,7 @@ def _absent(config: Config, family: Family) -> dict[str, Any]:
 
 
 def _check_experts(flat: Config, family: Family) -> None:
-    """Raise BadInput where a file has experts and the family none."""
+    """Raise BadInput if a file has experts but the family does not."""
     if family.experts is not None:
         return
     for key in _EXPERTS:

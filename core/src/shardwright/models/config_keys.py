@@ -1,8 +1,9 @@
 """Checks of a config.json's keys and values, made before anything is computed from them.
 
-A model is that of transformers. A key that no configuration class of transformers declares cannot change it, and is set
-aside and named; so are notes of the tools that wrote a file, and settings of generation. A key that another class
-declares, or that looks like a misspelled one, is refused: its author meant another model than would be trained.
+A model is what transformers would build. A key that no configuration class of transformers declares cannot change the
+model: it is ignored, and the user is told; notes of the tools that wrote a file, and settings of generation, are
+ignored in the same way. A key that another class declares, or that looks like a misspelled key, is refused, because its
+author meant another model than would be trained.
 """
 
 import json
@@ -18,9 +19,9 @@ from shardwright.models.traits import Config
 FILE = "config_keys.json"
 NOTES = frozenset(
     (
-        # Of the heads and the labels of other tasks.
+        # Heads and labels of other tasks.
         *("finetuning_task", "id2label", "label2id", "loss_type", "num_labels", "problem_type", "task_specific_params"),
-        # Of how transformers called the model.
+        # Settings of how transformers calls the model.
         *("attn_implementation", "output_attentions", "output_hidden_states", "output_past", "return_dict"),
         *(
             "tf_legacy_loss",
@@ -30,10 +31,10 @@ NOTES = frozenset(
             "trust_remote_code",
             "is_encoder_decoder",
         ),
-        # Of a training run.
+        # Settings of a training run.
         *("gradient_checkpointing", "gradient_checkpointing_kwargs", "use_reentrant", "neftune_noise_alpha"),
         *("use_cache", "model_name", "max_seq_length", "model_max_length", "padding_side", "prefix", "tokenizer_class"),
-        # Of generation.
+        # Settings of generation.
         *("bad_words_ids", "begin_suppress_tokens", "cache_config", "cache_implementation", "constraints"),
         *("decoder_start_token_id", "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size"),
         *("encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty"),
@@ -45,20 +46,20 @@ NOTES = frozenset(
         *("top_k", "top_p", "typical_p", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"),
     )
 )
-"""Keys that change neither weights nor what is computed of a sample in training, if a family does not read them."""
+"""Keys that change neither the weights nor the computation of a sample in training, if a family does not read them."""
 _TOOLS = ("_", "unsloth", "axolotl", "trl_", "llamafactory", "nemo_", "mergekit", "transformers.js")
-"""How keys begin that transformers keeps for itself, or by which tools note that they wrote a file."""
+"""Beginnings of keys that transformers reserves for itself, or by which tools note that they wrote a file."""
 _OFF = ("add_cross_attention", "is_decoder", "use_qk_norm")
-"""Keys that are off unless a file sets them, except in classes that need them."""
+"""Keys that are off unless a file sets them, except in classes that require them."""
 ALIKE = 0.8
-"""The least similarity, from 0 to 1, of a key to the one that it misspells."""
+"""Lowest similarity, from 0 to 1, of a key to the key that it misspells."""
 _WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers")
 """Keys of a window. A class of transformers that does not declare them ignores them: its attention has no window."""
 _CODE = "auto_map"
 _OF_FILES = (_CODE, "architectures", "dtype", "model_type", "pretraining_tp", "torch_dtype", "transformers_version")
 """Keys that name the model, its code and the format of its file."""
 PARTS = ("text_config", "vision_config")
-"""Keys that hold the keys of a part of a model."""
+"""Keys whose values are the keys of a part of a model."""
 
 
 class StockKeys(NamedTuple):
@@ -69,12 +70,12 @@ class StockKeys(NamedTuple):
     others: frozenset[str]
     """The keys of all configuration classes."""
     off: frozenset[str]
-    """The keys of them that are off by default in every class."""
+    """The keys, of all configuration classes, that are off by default in every class."""
 
 
 @cache
 def read_keys() -> StockKeys:
-    """Return the keys, which `tests/models/stock_keys.py` has written."""
+    """Return the keys, which were written by `tests/models/stock_keys.py`."""
     read = json.loads((files("shardwright.models") / FILE).read_text(encoding="utf-8"))
     common, off = read["common"].split(), frozenset(read["others_off"].split())
     families = {name: frozenset((*common, *keys.split())) for name, keys in read["families"].items()}
@@ -82,17 +83,17 @@ def read_keys() -> StockKeys:
 
 
 def known_keys(family: Family) -> frozenset[str]:
-    """Return the keys that mean something to a family."""
+    """Return the keys that have a meaning for a family."""
     typed = (key for stack in family.stacks for key in stack.typing_keys)
     declared = read_keys().families.get(family.model_type, frozenset())
     return declared.union(family.keys.ignored, family.keys.only, family.counts, typed)
 
 
 def without_notes(family: Family, config: Config) -> tuple[dict[str, Any], str | None]:
-    """Return a configuration without keys that have no effect, and a line that names them, None if there are none.
+    """Return a configuration without keys that have no effect, and a line that names these, or None if there are none.
 
-    A family that the list lacks, which is being added, is taken to read every key. Raises ValueError naming the first
-    key that the family does not read and that may change a model.
+    A family that is not in the list of stock keys, because it is being added, counts as reading every key. Raises
+    ValueError with the first key that the family does not read and that may change a model.
     """
     if family.model_type not in read_keys().families:
         return dict(config), None
@@ -117,7 +118,7 @@ def _sorted(
 
 
 def _meaning(known: frozenset[str], key: str, value: object, *, has_code: bool) -> str | None:
-    """Return why a key that a family does not read may change the model; None: it has no effect."""
+    """Return why a key that a family does not read may change the model, or None if it has no effect."""
     if key in NOTES or key in _WINDOW or key.startswith(_TOOLS) or value is None:
         return None
     keys = read_keys()
@@ -143,7 +144,7 @@ _SIZES = (
 )
 """Keys whose value is a length in every family, if they have one."""
 _SIDES = ("image_size", "patch_size")
-"""Lengths for which the stock models also take height and width."""
+"""Lengths for which the stock models also accept height and width."""
 _MAY_BE_NULL = frozenset(
     (
         *("attention_chunk_size", "attention_dropout", "attn_logit_softcapping", "aux_loss_alpha", "layer_norm_eps"),
@@ -151,26 +152,26 @@ _MAY_BE_NULL = frozenset(
         "use_qk_norm",
     )
 )
-"""Keys that transformers also accepts as null in some families, whose defaults are not null."""
+"""Keys whose defaults are not null, but for which transformers also accepts null in some families."""
 
 
 def wrong_values(family: Family, given: Config) -> str | None:
-    """Return the problem of the first unusable value of a configuration, or None."""
+    """Return a message about the first unusable value of a configuration, or None if all can be used."""
     return next(_wrong_values(family, given), None)
 
 
 def is_length(value: object) -> TypeGuard[int]:
-    """Return whether a value counts something of a model: a whole number from 1."""
+    """Return whether a value can be a number of things in a model: a whole number from 1 to 2^31 - 1."""
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MAX_LENGTH
 
 
 def not_a_length(named: str, value: object) -> str:
-    """Return the problem of a named value for which `is_length` is false."""
+    """Return the message for a named value for which `is_length` is false."""
     return f"{named} must be a whole number from 1 to {_MAX_LENGTH}, not {value!r}"
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Return whether a value is a number whose products are numbers, too."""
+    """Return whether a value is a number that is small enough to be multiplied without overflow."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX_NUMBER
 
 

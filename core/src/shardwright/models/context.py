@@ -1,4 +1,4 @@
-"""The context parallelism that the runtime has for a model, by the facts of its family."""
+"""The context parallelism that the runtime supports for a model, from its family's facts."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -24,10 +24,10 @@ from shardwright.types import (
 )
 
 WITHOUT_FLASH = "attends to no positions of other ranks, as cp_size asks for"
-"""The reason why flash_attention_2 is not used with context parallelism."""
+"""The reason why some attention kernels are not used with context parallelism."""
 _RING_MASKS = (Mask.CAUSAL, Mask.NONE)
 _MULTIPLES = {"bfloat16": 8, "float16": 8, "float32": 4}
-"""Head widths must be multiples of this number in attention kernels that return logarithms: 16 bytes."""
+"""Number, by format, of which head widths must be multiples in kernels that return logarithms: 16 bytes of elements."""
 
 
 class Obstacle(NamedTuple):
@@ -38,7 +38,7 @@ class Obstacle(NamedTuple):
 
 
 def gpu_format(precision: Precision, cluster: Cluster) -> str | None:
-    """Return the number format in which a plan's attention computes on GPUs, or None on CPU."""
+    """Return the number format in which a plan's attention computes on GPUs, or None if the cluster has CPUs."""
     if any(cluster.node_types[group.node_type].on_cpu for group in cluster.nodes):
         return None
     return "bfloat16" if precision.compute in NARROW_BITS else precision.compute
@@ -47,18 +47,18 @@ def gpu_format(precision: Precision, cluster: Cluster) -> str | None:
 def context_obstacle(
     model: Model, attention: Attention, compile: bool = False, on_gpu: str | None = None
 ) -> Obstacle | None:
-    """Return why no layer of a model can have a cp_size above 1 with an attention kernel, or None.
+    """Return why no layer of a model can have a cp_size above 1 with an attention kernel, or None if layers can.
 
-    `on_gpu`: the number format of attention on GPUs, whose kernels take heads of some sizes; None: there are none.
-    Nothing is known of families such as those of descriptions made from others' profiles: they have no obstacle.
+    `on_gpu`: the number format of attention on GPUs, whose kernels support only some head widths; None without GPUs.
+    For families without facts, as in descriptions made from other systems' profiles, no obstacle is known.
     """
     return next(_context_obstacles(model, attention, compile, on_gpu), None)
 
 
 def ring_obstacle(model: Model, attention: Attention) -> Obstacle | None:
-    """Return why ring attention does not support a model with a kernel, or None if it does.
+    """Return why ring attention does not support a model with an attention kernel, or None if it does.
 
-    What only some types of layer lack, such as a window, `misfit` says of these.
+    Obstacles of single layer types, such as a window, are found by `misfit`.
     """
     return next(_ring_obstacles(model, attention), None)
 
@@ -97,15 +97,16 @@ def _context_obstacles(model: Model, attention: Attention, compile: bool, on_gpu
 
 
 def _odd_heads(model: Model, facts: Family, multiple: int) -> int | None:
-    """Return the width of the first heads that do not fit the kernels which attend in blocks, or None.
+    """Return the first head width that the kernels which attend block by block do not support, or None.
 
-    Blocks are of masks that a kernel makes itself: whatever adds to scores is attended as on one rank.
+    These kernels are used with masks that a kernel creates itself; attention that adds anything else to scores is
+    computed as on one rank.
     """
     if facts.attention.mask not in _RING_MASKS or facts.attention.sinks:
         return None
     attended = (region.attention for kind in model.types.values() for region in kind.regions)
     heads = (each for each in attended if each is not None and each.window is None and not each.alibi)
-    # Keys and values are made equally wide first.
+    # Keys and values are padded to equal width first.
     widest = (max(each.head_features, each.features_of_values) for each in heads)
     return next((features for features in widest if features % multiple), None)
 
@@ -125,14 +126,14 @@ def _no_ring(lack: str) -> Obstacle:
     return Obstacle(f"context ring {lack}", "use gather")
 
 
-# The kinds of recomputation that the word `parts` stands for, which a model's attention decides.
+# The kinds of recomputation that the word `parts` stands for, which depend on a model's attention.
 
 
 def recompute_kinds(asked: RecomputeChoice, model: Model) -> tuple[Recompute, ...]:
-    """Return the kinds of recomputation that were asked for, listed or by the word `parts`.
+    """Return the requested kinds of recomputation, which are listed or given by the word `parts`.
 
-    Of that word's sets those of latents only if the model has some. Raises BadInput if the parts of the model's blocks
-    are not known.
+    For that word, sets with latents are only included if the model has latents. Raises BadInput if the parts of the
+    model's blocks are not known.
     """
     if asked != PARTS:
         return asked

@@ -1,6 +1,6 @@
 """A model description from a config.json by its family's facts: equal to what `shardwright train describe` writes.
 
-Values that change no shape are not judged: whether the runtime can train the model is for `describe` to say.
+Values that do not change shapes are not checked: `describe` checks whether the runtime can train the model.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -29,20 +29,20 @@ _TABLES = (
     "shared",
     "relative_attention_bias",
 )
-"""Modules that are looked up in: nothing is multiplied."""
+"""Modules that are looked up in, not multiplied."""
 _HEADS = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_features": "head_dim"}
 CHUNK = "attention_chunk_size"
-"""The key of the positions of a chunk, across whose borders some blocks do not attend."""
+"""The key for the length of chunks across whose borders some blocks do not attend."""
 _LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
-"""Keys of the positions of a model without facts."""
+"""Keys for the longest sequence of a model without facts."""
 USUAL_TOKENS = 4096
-"""Tokens of a sample if nobody gives them, as many models of 2023 to 2025 were trained on."""
+"""Default tokens of a sample, as in the training of many models of 2023 to 2025."""
 _STRETCHING = ("linear", "dynamic", "yarn")
-"""Kinds of rotary scaling whose factor comes on top of the positions."""
+"""Kinds of rotary scaling that multiply the number of positions by their factor."""
 
 
 class Contents(NamedTuple):
-    """The parameters of a layer type, and the elements of its matrices without tables, experts and router."""
+    """The parameters of a layer type, and the number of elements of its matrices without tables, experts and router."""
 
     parameters: tuple[Parameter, ...]
     products: int
@@ -54,10 +54,10 @@ class Contents(NamedTuple):
 
 
 def model_of_config(given: Config, name: str, sequence_length: int | None, file: object) -> Model:
-    """Return the description of a configuration for samples of a length in tokens; None: the usual one.
+    """Return the description of a configuration for samples of `sequence_length` tokens; None: the usual length.
 
     Raises BadInput, naming `file`, for families without facts, for keys of other models, and for keys that are missing
-    or no lengths, and naming --seq for a length that is missing or does not suit the configuration.
+    or not lengths; and naming --seq for a length that is missing or does not suit the configuration.
     """
     given = read_config(given, file).config
     family = FAMILIES[given["model_type"]]
@@ -98,7 +98,7 @@ def described_model(
 def usual_length(family: Family, config: Config) -> int | None:
     """Return the default tokens of a sample: an image's positions, or `USUAL_TOKENS` if that many are possible.
 
-    None: the configuration has no limit.
+    None if the configuration has no limit.
     """
     if (fixed := family.fixed_positions(config)) is not None:
         return fixed
@@ -107,7 +107,7 @@ def usual_length(family: Family, config: Config) -> int | None:
 
 
 def stated_length(config: Config) -> int | None:
-    """Return the default tokens of a sample of a model without facts; None: its file has no limit."""
+    """Return the default tokens of a sample of a model without facts; None if its file has no limit."""
     if isinstance(text := config.get("text_config"), Mapping):
         config = {**text, **config}
     longest = next((config[key] for key in _LIMITS if isinstance(config.get(key), int)), None)
@@ -115,9 +115,10 @@ def stated_length(config: Config) -> int | None:
 
 
 def wrong_length(family: Family, config: Config, sequence_length: int) -> str | None:
-    """Return the problem of a sample length: over the model's positions, or not the length of an image; or None.
+    """Return why a sample length is not possible, or None if it is.
 
-    Nor may it be over a window that the family's blocks do not have.
+    It may exceed the model's positions, differ from an image's positions, or exceed a window that the family's blocks
+    do not implement.
     """
     fixed = family.fixed_positions(config)
     if fixed is not None and sequence_length != fixed:
@@ -137,10 +138,10 @@ def wrong_length(family: Family, config: Config, sequence_length: int) -> str | 
 
 
 def _longest(family: Family, config: Config) -> tuple[int | None, str]:
-    """Return the largest number of positions that a configuration allows, and the keys that set it; None: no limit.
+    """Return the largest number of positions that a configuration allows (None: no limit), and the keys that set it.
 
-    Linear, dynamic and YaRN scaling stretch the original positions by their factor; the others' stretched number is
-    max_position_embeddings itself (transformers, modeling_rope_utils).
+    Linear, dynamic and YaRN scaling multiply the original positions by their factor; for other kinds of scaling
+    max_position_embeddings is already the multiplied number (transformers, modeling_rope_utils).
     """
     key = family.keys.aliases.get("max_position_embeddings", "max_position_embeddings")
     longest = config.get("max_position_embeddings")
@@ -159,7 +160,7 @@ def _longest(family: Family, config: Config) -> tuple[int | None, str]:
 
 
 def wrong_types(family: Family, config: Config) -> str | None:
-    """Return the problem of the blocks' types in a configuration (a list of types, or experts), or None."""
+    """Return what is wrong with the blocks' types in a configuration (a list of types, or experts), or None."""
     for stack in family.stacks:
         if (listed := stack.listed(config)) is None:
             continue
@@ -173,7 +174,7 @@ def wrong_types(family: Family, config: Config) -> str | None:
 
 
 def wrong_window(family: Family, config: Config) -> str | None:
-    """Return the problem of the windows of a configuration's blocks: one is not a whole number from 1; or None."""
+    """Return a message if the window of one of a configuration's blocks is not a valid length, or None."""
     if (window_of := family.attention.window) is None:
         return None
     for window in (window_of(layer, config) for layer in family.layers(config)):
@@ -183,7 +184,7 @@ def wrong_window(family: Family, config: Config) -> str | None:
 
 
 def _checked(family: Family, given: Config, file: object) -> Config:
-    """Return all keys from which shapes are read, each checked to be a length."""
+    """Return all keys from which shapes are read, after checking that they are lengths."""
     configured = family.configured(given)
     if (wrong := wrong_values(family, given) or family.keys.wrong(configured)) is not None:
         raise BadInput(file, wrong, "correct the configuration")
@@ -222,7 +223,7 @@ def _check_length(family: Family, value: object, key: str, file: object) -> None
 def _pairs(positions: int, window: int | None) -> int:
     """Return the number of query-key pairs whose scores are computed: all, as if nothing was masked.
 
-    A window leaves out pairs before it, and counts as many after.
+    A window leaves out the pairs before it, and as many after it.
     """
     return positions**2 - (0 if window is None else (positions - window) ** 2)
 
@@ -240,7 +241,7 @@ def _layer_type(family: Family, config: Config, layer: str, sequence_length: int
     pairs = pairs + sum(length * states[keys] for keys in others) if inside else 0
     values = config.get(VALUES, config["head_dim"])
     scores = 2 * pairs * (config["head_dim"] + values) * config["num_attention_heads"]
-    # Keys and values of other states are as many as these.
+    # Keys and values of other states have those states' lengths.
     further = sum(states[keys] - length for keys in others) if inside else 0
     scores += 4 * further * config["hidden_size"] * config["head_dim"] * config["num_key_value_heads"]
     divided = {key: config[key] for key in family.split(layer)} if inside else {}
@@ -269,7 +270,7 @@ def _layer_type(family: Family, config: Config, layer: str, sequence_length: int
 
 
 def multiplied_positions(family: Family, config: Config, layer: str, sequence_length: int) -> int:
-    """Return the positions of a sample that the matrices of a type of layer multiply; `config` is of that type."""
+    """Return the number of positions per sample that a layer type's matrices multiply; `config`: the type's values."""
     states = {**dict.fromkeys(family.states, sequence_length), **family.state_lengths(config)}
     length: int = config.get(POSITIONS, states[family.attended(layer)[0]])
     if (multiplied := config.get(MULTIPLIED)) or layer not in (EMBEDDING, HEAD):
@@ -281,7 +282,7 @@ def multiplied_positions(family: Family, config: Config, layer: str, sequence_le
 
 
 def _chosen_products(family: Family, config: Config, experts: Experts | UnsetType) -> int:
-    """Return the elements of the matrices that multiply each position: the router's, and the chosen experts'."""
+    """Return the number of elements of the matrices that multiply each position: the router and the chosen experts."""
     if experts is UNSET:
         return 0
     matrices = 3 if family.feed_forward(config).gated else 2

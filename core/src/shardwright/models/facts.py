@@ -26,31 +26,33 @@ from shardwright.models.traits import (
 from shardwright.types import FUSED_SDPA, Attention, Experts
 
 _NAMES = frozenset(("auto_map", "id2label", "label2id", "transformers.js_config"))
-"""Keys of a config.json that descriptions leave out: names of classes, of code, and of files for browsers."""
+"""Keys of a config.json that descriptions leave out: names of classes and of code, and settings for browsers."""
 
 
 class Vision(NamedTuple):
-    """Images: whole samples, each with one label, or parts of samples of text."""
+    """Images: whole samples with one label each, or parts of samples of text."""
 
     positions: Callable[[Config], int]
-    """Positions that the images of a sample take."""
+    """Function that returns the number of positions that the images of a sample take."""
     without_input: int = 0
-    """Positions that the embedding multiplies nothing for: the class of an image has no patch."""
+    """Number of positions for which the embedding multiplies nothing: the class token of an image has no patch."""
     tower: Callable[[str, Config], "Family | None"] | None = None
-    """Facts of a type of block that belongs to the tower of another family; None: an image is a whole sample."""
+    """Function that returns the facts of a block type of the tower, which is another family's, else None; None if an
+    image is a whole sample."""
     assumed: Callable[[Config], str] | None = None
-    """What is taken of the images of a sample, in words, if configurations leave their size open."""
+    """Function that returns what is assumed about the images of a sample, in words, if configurations leave their size
+    open."""
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
     """The facts of a family, by keys of its config.json; facts that estimates or exports read have no default."""
 
     model_type: str
-    """Its name in a config.json, in descriptions and in transformers."""
+    """The family's name in a config.json, in descriptions and in transformers."""
     stock: StockModel
     runtime: str
-    """File and class of the runtime that cut and call the stock model's modules, such as `llama:Llama`; empty if
-    `untrained`."""
+    """File and class of the runtime that shard and call the stock model's modules, such as `llama:Llama`; empty if
+    `untrained` is set."""
     keys: Keys
     parameters: Layers
     stacks: tuple[Stack, ...]
@@ -60,22 +62,23 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     feed_forward: Callable[[Config], FeedForward]
     dropouts: Dropouts
     shapes: Callable[[str, Config], Config] = lambda _layer, _config: {}
-    """Keys whose values differ from layer type to layer type, such as width and heads, with the values of one type."""
+    """Function that returns, for a layer type, the values of keys that differ from type to type, such as width and
+    heads."""
     experts: ExpertKeys | None = None
     vision: Vision | None = None
     systems: Systems = Systems()
     untrained: str | None = None
-    """Why its models are described, estimated and planned, but not trained; None: they are trained."""
+    """Why the family's models are described, estimated and planned, but not trained; None if they are trained."""
     mtp_trained: tuple[str, ...] = ()
-    """Model types whose layers that predict further tokens (MTP) are trained: they were compared with one process. A
-    family that is made from another takes this over, so it names them."""
+    """Model types whose layers for multi-token prediction (MTP) are trained; they were compared with one process.
+    Derived families inherit this value, so it lists model types."""
 
     @property
     def kernels(self) -> tuple[Attention, ...]:
         """Return the attention kernels that the family's blocks can use.
 
-        Flash kernels cannot add a bias to the scores, nor a sink, cuDNN's cannot learn one, and sdpa cannot bound them:
-        transformers would ignore it.
+        Flash kernels cannot add a bias or a sink to the scores, and cuDNN's cannot learn a bias; sdpa kernels cannot
+        soft-cap scores, which transformers would ignore.
         """
         facts, biased = self.attention, self.attention.mask is Mask.BIAS
         unfit = {Attention.AUTO, *((Attention.FLASH_ATTENTION_2,) if biased or facts.sinks else ())}
@@ -86,51 +89,51 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def states(self) -> tuple[str, ...]:
-        """Return the boundary tensors that cross from each layer to the next, one for each stack."""
+        """Return the boundary tensors that are passed from each layer to the next, one for each stack."""
         return tuple(stack.state for stack in self.stacks)
 
     @property
     def counts(self) -> tuple[str, ...]:
-        """Return the keys that number the layers, one for each stack."""
+        """Return the keys that state the number of layers, one for each stack."""
         return tuple(stack.counted_by for stack in self.stacks)
 
     @property
     def labels(self) -> int | None:
-        """Return the number of labels of a sample; None: one for each position."""
+        """Return the number of labels of a sample; None if each position has a label."""
         return None if self.vision is None or self.vision.tower is not None else 1
 
     def fixed_positions(self, config: Config) -> int | None:
-        """Return the number of positions of each sample if the configuration fixes it; None: texts have any length."""
+        """Return the number of positions of each sample if the configuration fixes it; None for texts of any length."""
         return None if self.vision is None or self.vision.tower is not None else self.vision.positions(config)
 
     def least_positions(self, config: Config) -> int:
-        """Return the fewest positions of a sample: its images' positions and one of text."""
+        """Return the fewest positions of a sample: the positions of its images, and one of text."""
         return 1 if self.vision is None or self.vision.tower is None else self.vision.positions(config) + 1
 
     @property
     def merging(self) -> tuple[str, ...]:
-        """Return the types of layer that merge patches: without attention, and with outputs of another shape."""
+        """Return the layer types that merge patches: without attention, and with outputs of another shape."""
         return tuple(kind for stack in self.stacks for kind in stack.merging)
 
     @property
     def joined_by(self) -> str | None:
-        """Return the type of layer that joins all states into the last, if there is one."""
+        """Return the layer type that joins all states into the last one, or None if there is no such type."""
         return next((stack.joined_by for stack in self.stacks if stack.joined_by is not None), None)
 
     def state_lengths(self, config: Config) -> dict[str, int]:
-        """Return the lengths of boundary tensors that differ from the length of a text sample."""
+        """Return the lengths of boundary tensors that differ from the length of a text sample, by tensor."""
         return {stack.state: stack.length(config) for stack in self.stacks if stack.length is not None}
 
     def state_features(self, config: Config) -> dict[str, int]:
-        """Return the widths of boundary tensors that pass unchanged through layers of another width."""
+        """Return the widths of boundary tensors that pass unchanged through layers of another width, by tensor."""
         return {stack.state: stack.features(config) for stack in self.stacks if stack.features is not None}
 
     def experts_of(self, layer: str, config: Config) -> Experts | UnsetType:
-        """Return the experts of a type of layer in a configuration; UNSET if it has none."""
+        """Return the experts of a layer type in a configuration; UNSET if it has none."""
         return UNSET if self.experts is None else self.experts.read(layer, config)
 
     def split(self, layer: str) -> tuple[str, ...]:
-        """Return the keys of the lengths that tensor parallelism must divide in a type of block, in their order."""
+        """Return the keys of the lengths of a block type that tensor parallelism must divide, in order."""
         if self.experts is None or layer not in self.experts.types:
             return self.divided.lengths
         return (*self.divided.lengths[:-1], self.experts.features)
@@ -138,18 +141,18 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     def attended(self, layer: str) -> tuple[str, ...]:
         """Return the hidden states to which each attention of a block attends: its own stack's, then earlier stacks'.
 
-        The head has those of the last stack.
+        The head attends to the same states as the last stack.
         """
         number = next((n for n, stack in enumerate(self.stacks) if stack.has(layer)), len(self.stacks) - 1)
         return self.states[number::-1] if self.joined_by is None else self.states[number : number + 1]
 
     def handed_on(self, layer: str) -> tuple[str, ...]:
-        """Return the hidden states that a type of layer passes on: all, or only the last once they are joined."""
+        """Return the hidden states that a layer type passes on: all, or only the last one after they are joined."""
         joined = self.joined_by is not None and (layer == self.joined_by or self.stacks[-1].has(layer))
         return self.states[-1:] if joined else self.states
 
     def of_type(self, layer: str, config: Config) -> "Family":
-        """Return the facts for a type of block: the vision tower's facts for its blocks, else the family's."""
+        """Return the facts for a block type: the vision tower's facts for the tower's blocks, else these facts."""
         tower = None if self.vision is None else self.vision.tower
         return (None if tower is None else tower(layer, config)) or self
 
@@ -158,11 +161,11 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(layer for stack in self.stacks for layer in stack.layers(config))
 
     def described_layers(self, config: Config, sequence_length: int) -> tuple[str, ...]:
-        """Return the layer types as descriptions list them: blocks that are equal at this length become one type."""
+        """Return the layer types as descriptions list them: blocks that are equal at this length get the same type."""
         return tuple(layer for stack in self.stacks for layer in self._alike(stack, config, sequence_length))
 
     def effective_window(self, layer: str, config: Config, sequence_length: int) -> int | None:
-        """Return the attention window of a type of block; None if it covers a whole sample."""
+        """Return the attention window of a block type; None if attention covers whole samples."""
         window_of = self.attention.window
         window = None if window_of is None else window_of(layer, config)
         return window if window is not None and window < sequence_length else None
@@ -175,7 +178,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     def counted(self, layers: Sequence[str], config: Config) -> dict[str, Any]:
         """Return the keys that state the number of layers or their types, with the values for these layers.
 
-        A configuration that says them by rules keeps these.
+        If a configuration states them by rules, the rules are kept.
         """
         configured = self.configured(config)
         counted: dict[str | None, dict[str, Any]] = {None: {}}
@@ -189,11 +192,11 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         return counted.pop(None) | {key: inner for key, inner in counted.items() if key is not None}
 
     def of_layer(self, layer: str, config: Config) -> Config:
-        """Return a configuration with the values that a layer type has."""
+        """Return a configuration with the values of a layer type."""
         return {**config, **self.shapes(layer, config)}
 
     def replays_sum(self, config: Config) -> tuple[Recomputation, ...]:
-        """Return the kinds of recomputation that repeat their final sum, because something after it is saved."""
+        """Return the kinds of recomputation that repeat their final sum, because a later operation saves its result."""
         return self.norm.ends or (self.dropouts.ends if self.drops(config) else ())
 
     def drops(self, config: Config) -> bool:
@@ -227,7 +230,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         return kept | {"num_labels": self.configured(given)["num_labels"]} if named else kept
 
     def flat(self, config: Config) -> Config:
-        """Return the keys of the trained part, preceded by the keys at the top level."""
+        """Return the keys of the trained part and of the top level, which take precedence."""
         inner = None if self.keys.nested is None else config.get(self.keys.nested)
         if not isinstance(inner, Mapping):
             return config

@@ -1,7 +1,7 @@
 """Frozen parts of a model: which parameters are not trained, and which layers have no backward pass.
 
-Layers of one type are alike, so that a type is split where its layers are frozen differently. The family's own name
-stays that of layers that are trained whole; after a dot stands what is frozen otherwise.
+Layers of one type are equal, so that a type is split if its layers are frozen differently. Layers that are completely
+trained keep the family's type name; for the others, a suffix after a dot states what is frozen.
 """
 
 import re
@@ -16,9 +16,9 @@ from shardwright.types.model import EMBEDDING, HEAD, LOW_RANK, LayerType, Model,
 
 OPTION = "--frozen"
 Place = int | str
-"""`embedding`, `head`, or the number of a block."""
+"""`embedding`, `head`, or the index of a block."""
 NO_BACKWARD = "no_grad"
-"""The suffix of types if neither a layer nor any layer before it is trained."""
+"""The suffix of types for which neither the layer nor any layer before it is trained."""
 _FROZEN, _PARTLY, _ADAPTED = "frozen", "part", "lora"
 _PART = re.compile(r"(?:(embedding|head|layers)|layers\[(?:(\d+)|(\d*):(\d*))\])(?:\.(.+))?", re.ASCII)
 _REMEDY = "name embedding, head, layers, layers[2] or layers[0:8], and after a dot parameters, as in layers.mlp.*"
@@ -32,13 +32,13 @@ class FrozenPart(NamedTuple):
     """`embedding`, `head` or `layers`."""
     first: int
     end: int | None
-    """The first block after them; None: up to the last one."""
+    """The first block after those that are meant; None if they extend to the last block."""
     pattern: str
-    """Pattern of names in the description: `*` matches any text, dots included, `?` one character."""
+    """Pattern of names in the description: `*` matches any text, including dots, `?` one character."""
 
     @classmethod
     def parse(cls, text: str) -> "FrozenPart":
-        """Parse `LAYERS` or `LAYERS.PATTERN`; raise BadInput if a text is malformed."""
+        """Parse `LAYERS` or `LAYERS.PATTERN`; raise BadInput if the text is malformed."""
         if (match := _PART.fullmatch(text)) is None:
             raise BadInput(OPTION, f"{text!r} names no part of a model", _REMEDY)
         layer, number, low, high, pattern = match.groups()
@@ -47,7 +47,7 @@ class FrozenPart(NamedTuple):
         return cls(text, layer or "layers", first, end, pattern or "*")
 
     def matches(self, place: Place, parameter: str) -> bool:
-        """Return whether the pattern matches a parameter of the embedding, the head or a block by its number."""
+        """Return whether the pattern matches a parameter of the layer at `place`."""
         if isinstance(place, str):
             return place == self.layer and fnmatchcase(parameter, self.pattern)
         inside = self.layer == "layers" and self.first <= place and (self.end is None or place < self.end)
@@ -57,9 +57,8 @@ class FrozenPart(NamedTuple):
 def freeze(model: Model, parts: Sequence[FrozenPart], file: object = OPTION) -> Model:
     """Return the model with the named parts frozen, in addition to parts that are frozen already.
 
-    Its layer types are split accordingly.
-    Raises BadInput, naming `file`, where a part matches no parameter, where replicas of one parameter would be frozen
-    and trained, and if nothing is left to train.
+    Its layer types are split accordingly. Raises BadInput, naming `file`, if a part matches no parameter, if one of
+    several replicas of a parameter would be frozen and another trained, or if nothing is left to train.
     """
     for part in parts:
         if not any(part.matches(at, p.name) for at, kind in layers_of(model) for p in _parameters(model, kind)):
@@ -83,14 +82,14 @@ def freeze_where(model: Model, is_frozen: Callable[[Place, Parameter], bool], fi
 
 
 def layers_of(model: Model) -> Iterator[tuple[Place, str]]:
-    """Yield the place and the type of each layer, embedding and head included."""
+    """Yield the place and the type of each layer, including embedding and head."""
     yield EMBEDDING, EMBEDDING
     yield from enumerate(model.layers)
     yield HEAD, HEAD
 
 
 def _split(model: Model, kinds: Sequence[str], frozen: Sequence[frozenset[str]]) -> Model:
-    """Return the model with a type for each kind of layer, its frozen parameters, and whether gradients pass."""
+    """Return the model with a type for each layer type, set of frozen parameters, and whether gradients pass."""
     split: dict[tuple[str, tuple[Parameter, ...], bool], str] = {}
     types: dict[str, LayerType] = {}
     names, backward = list[str](), False
@@ -106,7 +105,7 @@ def _split(model: Model, kinds: Sequence[str], frozen: Sequence[frozenset[str]])
 
 
 def _name(model: Model, kind: str, held: frozenset[str], backward: bool, taken: Mapping[str, object]) -> str:
-    """Return the name of a type of block, which states what is frozen in it."""
+    """Return the name of a block type, which states what is frozen in it."""
     base, trained = base_type(kind), {p.name for p in _parameters(model, kind)} - held
     if held <= {p.name for p in _parameters(model, base) if not p.trained} if base in model.types else not held:
         return base

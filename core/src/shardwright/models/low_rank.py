@@ -1,12 +1,12 @@
 """Low-rank adaptation (LoRA, Hu et al. 2021) of a described model, as an adapter of peft specifies it.
 
-Beside each matrix W [outputs, inputs] that it names stand A [rank, inputs] and B [outputs, rank], which alone are
-trained. If tensor parallelism cuts W by its outputs, B is cut so and A is a replica that is applied inside the
-region; if it cuts W by its inputs, A is cut so and B is the replica: what B A adds is then a part of the same sum
-over the ranks as what W gives. If W is a replica inside a region, so are both.
+Each matrix W [outputs, inputs] that the adapter names gets A [rank, inputs] and B [outputs, rank]; only these are
+trained. If tensor parallelism splits W over its outputs, B is split in the same way, and A is a replica that is applied
+inside the region. If it splits W over its inputs, A is split in the same way, and B is the replica: what B A adds is
+then a part of the same sum over the ranks as W's result. If W is a replica inside a region, so are A and B.
 
-Experts' matrices are one parameter [experts, outputs, inputs]: beside it stand A [experts, rank, inputs] and
-B [experts, outputs, rank].
+Experts' matrices are one parameter [experts, outputs, inputs], which gets A [experts, rank, inputs] and B [experts,
+outputs, rank].
 """
 
 from collections.abc import Iterator, Mapping
@@ -37,12 +37,12 @@ from shardwright.types.model import EMBEDDING, HEAD, LOW_RANK, LayerType, Model,
 FIRST, SECOND = f"{LOW_RANK}A.weight", f"{LOW_RANK}B.weight"
 """Ends of the names of A and B, after the name of their module."""
 LOW_RANK_KERNELS = 4
-"""Kernels of a low-rank pair in a forward pass: two products, the scaling and the sum."""
+"""Number of kernels of a low-rank pair in a forward pass: two matrix products, the scaling and the sum."""
 _EXPERTS = "mlp.experts"
 _INNER = ".base_layer"
-"""What peft appends to a module's name for its first parameter, if two of its parameters are adapted."""
+"""What peft appends to a module's name for the module's first parameter, if two of its parameters are adapted."""
 _DOUBLED = r".*\.gate_up_proj"
-"""peft's pattern for the experts' first matrices, which are two side by side."""
+"""peft's pattern for the experts' first matrices, which are two matrices side by side."""
 
 _T = TypeVar("_T", int, float)
 
@@ -51,11 +51,11 @@ class Pair(NamedTuple):
     """The low-rank matrices of one matrix."""
 
     module: str
-    """The module that has them in the files of peft, by its name in the layer."""
+    """The name in the layer of the module to which they belong in peft's files."""
     matrix: str
     """The name of the matrix in the layer."""
     is_parameter: bool
-    """Whether peft adapts the matrix as a parameter, and not as a module."""
+    """Whether peft adapts the matrix as a parameter instead of as a module."""
     rank: int
 
     @property
@@ -65,9 +65,9 @@ class Pair(NamedTuple):
 
 
 def adapt(model: Model, adapter: Adapter, file: object) -> Model:
-    """Return the frozen model with the low-rank matrices that the adapter specifies.
+    """Return the model with the low-rank matrices that the adapter specifies, and everything else frozen.
 
-    Raises BadInput, naming `file`, where a target is not a module of the model, or cannot have them.
+    Raises BadInput, naming `file`, if a target is not a module of the model, or cannot have low-rank matrices.
     """
     if model.family in TRACED_TOWERS:
         problem = f"low-rank matrices are not supported for {model.family}, whose towers are not described by module"
@@ -171,7 +171,7 @@ def _adapted(model: Model, kind: str, pairs: tuple[Pair, ...]) -> LayerType:
 
 
 def _multiplied(model: Model, layer: str) -> int:
-    """Return the positions of a sample that low-rank matrices of a type of layer multiply."""
+    """Return the number of positions per sample that low-rank matrices of a layer type multiply."""
     if model.is_traced:
         return model.sequence_length
     facts = facts_of(model)
@@ -179,12 +179,12 @@ def _multiplied(model: Model, layer: str) -> int:
 
 
 def _outputs_last(model: Model) -> bool:
-    """Return whether matrices of blocks are [inputs, outputs]; those of a Linear, which a trace records, are not."""
+    """Return whether matrices of blocks are [inputs, outputs]; False if traced, as traces contain only Linears."""
     return not model.is_traced and facts_of(model).stock.outputs_last
 
 
 def _used(kind: LayerType) -> tuple[int, int]:
-    """Return how many experts of a block a position uses, and how many there are."""
+    """Return how many experts of a block a position uses, and how many the block has."""
     assert kind.experts is not UNSET
     return kind.experts.top_k, kind.experts.number
 
@@ -192,8 +192,8 @@ def _used(kind: LayerType) -> tuple[int, int]:
 def _matrices(pair: Pair, weight: Parameter, outputs_last: bool) -> tuple[Parameter, Parameter]:
     """Return A and B of a matrix; one of them is sharded as the matrix is.
 
-    Beside [..., outputs, inputs], of which all but the inputs may be several dims, they are A [..., rank, inputs] and B
-    [..., outputs, rank].
+    For a matrix [..., outputs, inputs], in which everything except the inputs may be several dims, they are A [...,
+    rank, inputs] and B [..., outputs, rank].
     """
     experts = weight.shape[:1] if weight.ep_dim is not UNSET else ()
     outputs, inputs = (weight.shape[1:], weight.shape[0]) if outputs_last else (weight.shape[:-1], weight.shape[-1])
@@ -233,7 +233,7 @@ def pairs_of(model: Model, kind: str) -> Iterator[tuple[Pair, Parameter, Paramet
 
 
 def adapter_config(model: Model) -> dict[str, Any]:
-    """Return the adapter_config.json with which peft opens an adapter of an adapted model: each module by its name."""
+    """Return the adapter_config.json with which peft opens an adapter of an adapted model, listing full names."""
     low_rank, paths = model.low_rank, paths_of(model)
     assert low_rank is not UNSET
     pairs = {

@@ -1,6 +1,7 @@
 """The modules of a model that get low-rank matrices, chosen as peft (version 0.21) does from an adapter's targets.
 
-Regular expressions of a file are matched only after a child process has done the same matches within its limits.
+Regular expressions from a file are matched only after a child process has done the same matches within limits of time
+and memory.
 """
 
 import json
@@ -21,10 +22,10 @@ from shardwright.models.traits import ExpertKeys
 from shardwright.types.model import EMBEDDING, HEAD, LOW_RANK, Model, Parameter, Traced, base_type
 
 _CPU_S = 2
-"""Limit of processor time for all matches of an adapter; published ones take milliseconds."""
+"""Limit of CPU time in seconds for all matches of an adapter; published adapters take milliseconds."""
 _MEMORY_BYTES = 2**30
 _SHOWN = 80
-"""Characters of an expression in a message."""
+"""Largest number of characters of an expression in a message."""
 _PLAIN = re.compile(r"[\w.-]*")
 _CHILD = f"""
 import json, re, resource, sys
@@ -42,18 +43,18 @@ for name in names:
     for _, expression, how in expressions:
         getattr(re, how)(expression, name)
 """
-"""Its recursion limit is below this process's, so that what it compiles is compiled here, too."""
+"""The child's recursion limit is below this process's, so that what it compiles can be compiled here, too."""
 
 
 class Expression(NamedTuple):
     """A regular expression, and whether it must match a whole name."""
 
     text: str
-    """What the file has."""
+    """The text in the file."""
     whole: str
-    """The expression around it."""
+    """The expression to match, which contains that text."""
     is_full: bool = False
-    """Whether it matches the whole name, and not its beginning."""
+    """Whether it must match the whole name instead of its beginning."""
 
     def match(self, name: str) -> re.Match[str] | None:
         """Return the match with a name; `check_expressions` must have accepted the expression."""
@@ -61,7 +62,7 @@ class Expression(NamedTuple):
 
 
 def check_expressions(expressions: Iterable[Expression], names: Iterable[str], file: object) -> None:
-    """Raise BadInput, naming `file`, for an invalid regular expression, or one that takes too long on these names."""
+    """Raise BadInput, naming `file`, if an expression is invalid, or takes too long to match these names."""
     risky = [each for each in expressions if _PLAIN.fullmatch(each.text) is None]
     if not risky:
         return
@@ -88,17 +89,17 @@ class StockModule(NamedTuple):
 
     place: Place
     module: str
-    """Its name in the layer, as the description has it."""
+    """The module's name in the layer, as in the description."""
     name: str
-    """Its full name in the stock model."""
+    """The module's full name in the stock model."""
     is_linear: bool
-    """Whether it is a Linear or a Conv1D, and not the matrix that gives a model's logits."""
+    """Whether the module is a Linear or a Conv1D, and not the matrix that computes a model's logits."""
     obstacle: str | None
-    """Why it cannot have low-rank matrices; None: it can."""
+    """Why the module cannot have low-rank matrices; None if it can."""
 
 
 def stock_modules(model: Model) -> Iterator[StockModule]:
-    """Yield the modules of all layers that hold matrices or norms, matrices that files fuse under the fused name."""
+    """Yield the modules of all layers that hold matrices or norms; matrices that files fuse have the fused name."""
     facts, paths = None if model.is_traced else facts_of(model), paths_of(model)
     for place, kind in layers_of(model):
         parameters = model.types[kind].parameters
@@ -133,14 +134,14 @@ def paths_of(model: Model) -> dict[Place, str]:
 
 
 def traced_of(model: Model, kind: str) -> Traced:
-    """Return what a trace saw of a type of block, or of the head, of a model without facts."""
+    """Return what a trace recorded of a block type, or of the head, of a model without facts."""
     traced = model.types[kind].traced
     assert traced is not UNSET
     return traced
 
 
 def expert_keys(model: Model) -> ExpertKeys | None:
-    """Return how a model's experts are named; None: it has none, or no facts of them."""
+    """Return how a model's experts are named; None if it has no experts, or no facts."""
     return None if model.is_traced else facts_of(model).experts
 
 
@@ -148,7 +149,7 @@ _OF_EMBEDDING = "is a part of the embedding, and low-rank matrices are not suppo
 
 
 def _traced_form(model: Model, kind: str, module: str) -> tuple[bool, str | None]:
-    """Return `_form` of a module of a model without facts."""
+    """Return the same as `_form` for a module of a model without facts."""
     seen = traced_of(model, HEAD if kind == EMBEDDING else kind)
     if module in seen.like_linear:
         return True, "is a Linear of a class of its own, and low-rank matrices are not supported there"
@@ -158,7 +159,7 @@ def _traced_form(model: Model, kind: str, module: str) -> tuple[bool, str | None
 
 
 def _form(facts: Family, kind: str, weight: Parameter, module: str) -> tuple[bool, str | None]:
-    """Return whether a module is linear, and why it cannot have low-rank matrices."""
+    """Return whether a module is linear, and why it cannot have low-rank matrices (None if it can)."""
     keys = facts.experts
     if kind == EMBEDDING:
         return False, _OF_EMBEDDING
@@ -177,11 +178,11 @@ def _logits(parameters: tuple[Parameter, ...]) -> Parameter:
 
 
 ALL_LINEAR = "all-linear"
-"""peft's word for all matrices of a model except that of its logits."""
+"""peft's word for all matrices of a model except the one that computes its logits."""
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
-"""The parameters of experts: their first matrices, side by side, and their last."""
+"""The parameters of experts: their first matrices, side by side, and their last matrix."""
 ROUTER = "gate.weight"
-"""peft's name of a router's matrix among parameters."""
+"""peft's name of a router's matrix as a parameter."""
 _PARAMETERS = (f"experts.{GATE_UP}", f"experts.{DOWN}", ROUTER)
 """Paths of parameters of the feed-forward part that are adapted although they are not modules."""
 Names = tuple[str, ...]
@@ -192,13 +193,13 @@ class Targets(NamedTuple):
     """The choice of modules with low-rank matrices in an adapter's configuration."""
 
     modules: str | Names
-    """Names, or their ends after a dot; a text is a regular expression for whole names, or `all-linear`."""
+    """Names, or their ends after a dot; a string is a regular expression for whole names, or `all-linear`."""
     excluded: str | Names = ()
     """Modules that are excluded, in the same notation."""
     layers: frozenset[int] | None = None
-    """Numbers of the blocks that are adapted, if modules are named by suffix; None: all."""
+    """Numbers of the blocks that are adapted, unless a module is named in full; None for all blocks."""
     patterns: Names = ()
-    """Regular expressions for the lists of blocks that these numbers count; none: the first numbered list."""
+    """Regular expressions for the lists of blocks that `layers` counts; if empty, the first numbered list."""
     parameters: Names = ()
     """Parameters that are adapted although they are not modules, by the ends of their names."""
 
@@ -218,7 +219,7 @@ class Targets(NamedTuple):
         return _named(name, self.modules)
 
     def take(self, name: str) -> bool:
-        """Return whether a named module is not excluded, and in a block that is meant."""
+        """Return whether a module that the targets name is in a selected block, and not excluded."""
         if _named(name, self.excluded):
             return False
         if self.layers is None or name in self.modules:
@@ -232,18 +233,18 @@ class Selection(NamedTuple):
     """The modules of a model that get low-rank matrices."""
 
     modules: Mapping[Place, Mapping[str, str]]
-    """Their full names in the stock model by the layers they are in, and their names in these."""
+    """Names in the layer, with full names in the stock model, of the adapted modules of each layer."""
     parameters: frozenset[str]
     """Parameters among `GATE_UP`, `DOWN` and `ROUTER` that are adapted in each block with experts."""
     doubled: bool
-    """Whether the rank and the numerator of `GATE_UP` are twice the usual ones, for two matrices side by side."""
+    """Whether rank and alpha of `GATE_UP` are doubled, because it is two matrices side by side."""
 
 
 def selected(model: Model, targets: Targets, file: object) -> Selection:
     """Return the modules that targets select; raise BadInput, naming `file` and a target, if peft would differ.
 
-    Either the target is not there, or the module cannot have low-rank matrices here. `check_expressions` must have
-    accepted the regular expressions of the targets.
+    This is the case if the target does not exist, or if the module cannot have low-rank matrices here.
+    `check_expressions` must have accepted the regular expressions of the targets.
     """
     known, doubled = tuple(stock_modules(model)), False
     if model.is_traced:
@@ -273,7 +274,7 @@ def selected(model: Model, targets: Targets, file: object) -> Selection:
 
 
 def _check_no_experts(names: Names, targets: Targets, file: object) -> None:
-    """Raise BadInput, naming `file`, for targets that peft may take for parameters of experts."""
+    """Raise BadInput, naming `file`, for targets that peft may treat as parameters of experts."""
     named = (targets.modules,) if isinstance(targets.modules, str) else targets.modules
     if not names or (named == targets.modules and not any(_ends(each, names) for each in named)):
         return
@@ -341,7 +342,8 @@ def _parameter(name: str, model: Model, file: object) -> str:
 def _resolved(targets: Targets, model: Model, known: Sequence[StockModule], keys: ExpertKeys) -> Targets:
     """Return targets as last parts of names, instead of a regular expression or `all-linear`.
 
-    peft does so for models whose experts were modules in transformers 4: what is named of one is meant in all blocks.
+    peft does this for models whose experts were modules in transformers 4: a module that is named in one block is meant
+    in all blocks.
     """
     if not isinstance(targets.modules, str):
         return targets
@@ -365,9 +367,10 @@ def _last_parts(names: Iterable[str]) -> dict[str, None]:
 
 
 def _without_experts(targets: Targets, keys: ExpertKeys, file: object) -> tuple[Targets, frozenset[str]]:
-    """Return targets without the older names of expert and router matrices, and the parameters that these mean.
+    """Return targets without the older names of expert and router matrices, and the parameters that these names mean.
 
-    peft adapts experts and routers of all blocks then, and no dense feed-forward part, whose matrices have these names.
+    peft then adapts experts and routers of all blocks, but no dense feed-forward part, whose matrices have the same
+    names.
     """
     if isinstance(targets.modules, str):
         return targets, frozenset()

@@ -1,11 +1,11 @@
 """Multi-token prediction (MTP; DeepSeek-AI 2024, DeepSeek-V3, section 2.2): layers added to a model.
 
-The layer of depth k makes from the states h of the depth before (of depth 1: the model's last, after the final norm)
-and from the tokens k positions ahead
+The layer of depth k computes, from the states h of the previous depth (for depth 1: of the model's last layer, after
+the final norm) and from the tokens k positions ahead,
 
     h_k = norm(block(eh_proj [enorm(embedding(tokens ahead)); hnorm(h)])),
 
-of which the head makes logits, too. Names and order are those of the published files.
+from which the head computes logits, too. Names and order are as in the published files.
 """
 
 from msgspec import UNSET
@@ -17,34 +17,35 @@ from shardwright.models.traits import Mask
 from shardwright.types import EMBEDDING, HEAD, LayerType, Model, Parameter, Region
 
 MTP = ".mtp"
-"""What follows the name of the model's last layer in the names of their types; from depth 2 on a depth comes after."""
+"""What follows the name of the model's last layer type in the names of MTP types; from depth 2 on, followed by the
+depth."""
 TABLE, FINAL_NORM = "embed_tokens", "final_norm"
 """Modules of such a layer that are copies: of the token table, and, at depth 1, of the norm before the head."""
 NORMS = ("enorm", "hnorm", "shared_head.norm")
-"""Its norms of the tokens' embeddings, of the states before it, and of its block's states."""
+"""Norms of such a layer: of the tokens' embeddings, of the states before the layer, and of its block's states."""
 PROJECTION = "eh_proj"
-"""Its matrix of twice as many inputs: the embeddings first."""
+"""Matrix of such a layer, with twice as many inputs as features: first the embeddings, then the states."""
 DEPTHS_KEY = "num_nextn_predict_layers"
-"""The key of a config.json with the number of these layers, which come after its num_hidden_layers."""
+"""The key of a config.json with the number of these layers, which are not included in num_hidden_layers."""
 
 
 def mtp_type(last: str, depth: int) -> str:
-    """Return the name of the type of the layer of a depth, in a model whose last layer has the type `last`."""
+    """Return the type name of the layer of a depth, in a model whose last layer has the type `last`."""
     return f"{last}{MTP}{depth if depth > 1 else ''}"
 
 
 MTP_TYPES = tuple(mtp_type("", depth) for depth in range(1, 9))
-"""The ends of the names of the types of all depths that `--mtp` takes."""
+"""The ends of the type names of all depths that `--mtp` accepts."""
 
 
 def mtp_depth(name: str) -> int:
-    """Return the depth of a type of layer; 0: it predicts no further token."""
+    """Return the depth of a layer type, or 0 if it does not predict further tokens."""
     _, found, depth = name.partition(MTP)
     return int(depth or 1) if found else 0
 
 
 def mtp_layers(layers: tuple[str, ...]) -> int:
-    """Return the number of a model's last layers that predict further tokens."""
+    """Return the number of layers, at a model's end, that predict further tokens."""
     return sum(mtp_depth(name) > 0 for name in layers)
 
 
@@ -54,10 +55,11 @@ def mtp_state(depth: int) -> str:
 
 
 def with_mtp(model: Model, number: int) -> Model:
-    """Return a model with additional layers that predict further tokens.
+    """Return a model with `number` additional layers that predict further tokens.
 
-    Each is a layer like the last one, with norms, a product of twice as many features and a copy of the token table
-    before it; the head computes their logits and losses, too. A system that computes it otherwise is priced alike.
+    Each is a layer like the last one, preceded by norms, a matrix product with twice as many input features, and a copy
+    of the token table; the head computes logits and losses for them, too. The cost model is the same for systems that
+    compute this differently.
     """
     if not number:
         return model
@@ -108,7 +110,7 @@ def _further_parameters(model: Model, hidden: int, depth: int) -> tuple[Paramete
 
 
 def _of_state(region: Region, name: str) -> Region:
-    """Return a region of a block that works on the states of a depth, which a norm follows, so that they are kept."""
+    """Return a region of a block that works on the states of a depth; a norm follows, so that these are kept."""
     heads = None if region.attention is None else replace(region.attention, queries=name, keys=name)
     kinds = ("full",) if region.name == "mlp" and "full" not in region.replays_sum else ()
     replays = (*kinds, *region.replays_sum)

@@ -1,7 +1,7 @@
 """Parameters of the modules that families consist of, named and ordered as in the stock models of transformers.
 
-What tensor parallelism shards is as Megatron-LM does it (Shoeybi et al. 2019): columns of what a part begins with, rows
-of what it ends with, and the vocabulary.
+Tensor parallelism shards as in Megatron-LM (Shoeybi et al. 2019): the first matrix of a part by its outputs
+("columns"), the last one by its inputs ("rows"), and the vocabulary.
 """
 
 from collections.abc import Iterator
@@ -36,13 +36,13 @@ def conv1d(name: str, outputs: int, inputs: int, cut: Cut) -> Parameters:
 
 
 def norm(name: str, features: int, bias: bool = True) -> Parameters:
-    """Yield the parameters of a LayerNorm, or of an RMSNorm, which has no bias."""
+    """Yield the parameters of a LayerNorm, or, without bias, of an RMSNorm."""
     for kind in ("weight", "bias") if bias else ("weight",):
         yield Parameter(name=f"{name}.{kind}", shape=(features,))
 
 
 def vocabulary(name: str, config: Config) -> Parameters:
-    """Yield a matrix of a row a token, sharded by tokens."""
+    """Yield a matrix with one row per token of the vocabulary, sharded over these rows."""
     yield Parameter(name=name, shape=(config["vocab_size"], config["hidden_size"]), tp_dim=0)
 
 

@@ -20,7 +20,7 @@ Found = TypeVar("Found")
 
 
 def _public(kind: type[Found]) -> list[Found]:
-    """Return the public values of a type in the modules of `families`, found by import."""
+    """Return the public values of a type in the modules of `families`, which are found by import."""
     modules = (import_module(f"{families.__name__}.{module.name}") for module in iter_modules(families.__path__))
     public = (value for module in modules for name, value in vars(module).items() if not name.startswith("_"))
     return [value for value in public if isinstance(value, kind)]
@@ -35,23 +35,23 @@ FAMILIES = read_families()
 OTHER_NAMES = {each.model_type: each for each in _public(OtherName)}
 """The types that are read as a family, by their model_type."""
 USUAL = ("deepseek_v3", "mixtral", "llama", "gpt2")
-"""Families that models of most other types are like, the most special first."""
+"""Families that most other types resemble, the most special one first."""
 _UNFIT = {
     "qwen2_5_vl": "mrope_section and window_size follow the size of each image, which its configuration does not hold",
 }
 """Reasons why models of a type cannot be trained, for types that users are likely to try."""
 TRACED_TOWERS = {"gemma3n": "its tower is a network of the package timm, and its blocks take more than hidden states"}
-"""The types with a vision tower that a trace describes, and why each is planned only."""
+"""The types with a vision tower that a trace describes, and why models of each can be planned but not trained."""
 
 
 def refusal(model_type: object, usual: str) -> str:
-    """Return why there is no family for a model_type: `usual`, unless there is a specific reason."""
+    """Return why a model_type has no family: `usual`, unless there is a specific reason."""
     reason = _UNFIT.get(model_type) if isinstance(model_type, str) else None
     return usual if reason is None else f"model_type {model_type!r} cannot be trained: {reason}"
 
 
 def check_trained(name: str, file: object) -> None:
-    """Raise BadInput for a family whose models are described and planned only."""
+    """Raise BadInput for a family whose models are only described and planned."""
     untrained = FAMILIES[name].untrained if name in FAMILIES else TRACED_TOWERS.get(name)
     if untrained is not None:
         remedy = "plan it, or train its language model by itself"
@@ -70,7 +70,7 @@ def facts_of(model: Model) -> Family:
 
 
 def facts_of_type(model: Model, type_name: str) -> tuple[Family, Config]:
-    """Return the facts of a type of layer of a described model, and its configuration.
+    """Return the facts of a layer type of a described model, and its configuration.
 
     Raises BadInput as `facts_of` does.
     """
@@ -80,14 +80,14 @@ def facts_of_type(model: Model, type_name: str) -> tuple[Family, Config]:
 
 
 class Preset(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The keys of a published config.json that decide shapes."""
+    """The keys of a published config.json that determine shapes."""
 
     source: Annotated[str, Meta(min_length=1)]
-    """The paper, and whose config.json has these numbers."""
+    """The paper, and the owner of the config.json with these numbers."""
     sequence_length: Tokens
-    """Tokens of a sample, as the published model was trained."""
+    """Tokens of a sample in the training of the published model."""
     config: dict[str, Any]
-    """Named as in its config.json."""
+    """Keys and values, as in the config.json."""
     nulls: tuple[str, ...] = ()
     """Keys whose value is null, which TOML cannot express."""
 

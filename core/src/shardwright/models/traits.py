@@ -1,4 +1,4 @@
-"""Traits of model families: values of facts that belong together, which `facts.Family` is made of."""
+"""Traits of model families: groups of facts, of which `facts.Family` consists."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
@@ -11,62 +11,63 @@ from shardwright.types import Attention, Experts, Parameter, base_type
 Config = Mapping[str, Any]
 """The keys of a config.json; after `configured`, absent keys have their defaults, under the usual names."""
 Layers = Callable[[str, Config], Iterator[Parameter]]
-"""The parameters of a layer type, in the stock model's names and order."""
+"""Function that returns the parameters of a layer type, with the stock model's names and order."""
 Recomputation = Literal["full", "attention", "mlp"]
 BLOCK = "block"
-"""The layer type of families that have one."""
+"""The layer type in families with only one type of block."""
 SLIDING, FULL = "sliding_attention", "full_attention"
-"""Types of block that differ by a sliding window, by transformers' names."""
+"""Block types that differ by a sliding window, by transformers' names."""
 DENSE, SPARSE = "dense", "sparse"
-"""Types of block without and with experts."""
+"""Block types without and with experts."""
 OLDER_NAMES = ("gate", "gate_proj", "up_proj", "down_proj")
-"""The names of `ExpertKeys.older_names` in models whose experts are named as feed-forward parts are."""
+"""The value of `ExpertKeys.older_names` for models whose experts are named like feed-forward parts."""
 POSITIONS = "positions"
-"""The key under which `shapes` gives the positions that a layer type hands on."""
+"""The key under which `shapes` returns the number of positions that a layer type passes on."""
 ATTENDED = "attended_positions"
-"""The key under which `shapes` gives the positions that each position of a layer type attends to."""
+"""The key under which `shapes` returns the number of positions that each position of a layer type attends to."""
 MULTIPLIED = "multiplied_positions"
-"""The key under which `shapes` gives the positions that a layer type's matrices multiply; None: all of its
+"""The key under which `shapes` returns the number of positions that a layer type's matrices multiply; None for all
 positions."""
 VALUES = "value_head_dim"
-"""The key under which `implied` gives the width of a value head, if it differs from a key head's."""
+"""The key under which `implied` returns the width of a value head, if it differs from a key head's width."""
 SINK_FEATURES = 8
-"""Further features of a head when kernels without sinks compute them: 16 bytes of 16 bits, as GPUs need."""
+"""Number of features added to a head if kernels without sinks compute it: 16 bytes in 16 bits, as GPUs require."""
 
 
 class Only(NamedTuple):
-    """The only value of a key that can be trained, and why."""
+    """The only value of a key with which models can be trained, and the reason."""
 
     value: object
     reason: str
 
 
 class OtherName(NamedTuple):
-    """Another model_type whose models transformers computes in the same way as a family."""
+    """Another model_type, whose models transformers computes in the same way as a family's models."""
 
     model_type: str
     family: str
     renamed: Mapping[str, str] = {}
-    """The family's keys by those of the type's files."""
+    """The family's name of each key in files of this type, if it differs."""
     defaults: Config = {}
-    """Values of absent keys, where they differ from the family's."""
+    """Values of absent keys, if they differ from the family's defaults."""
 
 
 class StockModel(NamedTuple):
     """The class of transformers that is trained, and how it names and stores parameters."""
 
     name: str
-    """Its class."""
+    """Name of the class."""
     tied: tuple[tuple[str, str], ...]
-    """Parameters of embedding and head that are one parameter if the configuration sets tie_word_embeddings."""
+    """Pairs of parameters of embedding and head that are the same if the configuration sets tie_word_embeddings."""
     places: Mapping[str, str] = {}
-    """Paths of types of block, with {} for a block's number; by default model.layers.{}."""
+    """Paths of block types, with {} for a block's number; by default model.layers.{}."""
     module: str | None = None
-    """The module of transformers.models with the class; None: the model_type's."""
+    """The module of transformers.models that contains the class; None if it has the model_type's name."""
     architecture: str | None = None
-    """The class that files name; None: the stock class."""
+    """The class that files specify; None if it is the stock class."""
     stacked: Mapping[str, tuple[str, ...]] = {}
-    """Matrices of files, by their paths in a block, in which the rows of several matrices are stacked in this order."""
+    """Matrices of files, by their paths in a block, in which the rows of several matrices are stacked, in this
+    order."""
     outputs_last: bool = False
     """Whether the matrices of its blocks are [inputs, outputs], as in a Conv1D of transformers."""
     matrices: tuple[str, ...] = ()
@@ -79,42 +80,42 @@ class Keys(NamedTuple):
     defaults: Config
     """Defaults of transformers for keys that published files omit."""
     lengths: tuple[str, ...]
-    """Further keys that parameters take their shapes from, each 1 or more."""
+    """Further keys that determine the shapes of parameters, each at least 1."""
     aliases: Mapping[str, str] = {}
-    """The family's words for keys, by the usual ones."""
+    """The family's names of keys, by their usual names."""
     implied: Callable[[Config], Config] = lambda _: {}
-    """Further keys that follow from others."""
+    """Function that returns further keys, whose values follow from others."""
     nested: str | None = None
-    """The key under which the trained part's keys are nested, such as vision_config; None: they are at the top
+    """The key under which the trained part's keys are nested, such as vision_config; None if they are at the top
     level."""
     wrong: Callable[[Config], str | None] = lambda _: None
-    """Names a fault in a combination of keys, or in keys that are not lengths; None: there is none."""
+    """Function that returns what is wrong with a combination of keys, or with keys that are not lengths, or None."""
     above_zero: tuple[str, ...] = ()
-    """Keys whose numbers, unless they are null, must be above 0."""
+    """Keys whose values must be greater than 0, unless they are null."""
     ignored: tuple[str, ...] = ()
-    """Keys of a config.json that mean something here, or nothing, and that transformers does not list."""
+    """Keys of a config.json that transformers does not list and that are read here, or that have no effect."""
     only: Mapping[str, Only] = {}
-    """Keys of which only one value is supported in training."""
+    """Keys for which only one value is supported in training."""
     rotary: tuple[str, ...] = ()
-    """Further keys of its rope_parameters."""
+    """Further keys of the family's rope_parameters."""
 
 
 class Divided(NamedTuple):
     """The lengths that a strategy's degrees must divide."""
 
     lengths: tuple[str, ...]
-    """Keys that tensor parallelism must divide: the heads first, which Ulysses must divide too, the feed-forward
-    last."""
+    """Keys of lengths that tensor parallelism must divide: first the heads, which Ulysses must divide, too; last the
+    feed-forward width."""
     tensor: Mapping[str, str] = {}
-    """Names, by layer type, of what tensor parallelism cannot divide, so that tp_size must be 1."""
+    """Names, by layer type, of something that tensor parallelism cannot divide, so that tp_size must be 1."""
     ulysses: Mapping[str, str] = {}
-    """Names, by layer type, of something that the Ulysses degree cannot divide."""
+    """Names, by layer type, of something that Ulysses cannot divide, so that its degree must be 1."""
     sequence: Mapping[str, str] = {}
-    """Names, by layer type, of what needs a whole sequence on each rank, as windows of an image do."""
+    """Names, by layer type, of something that requires whole sequences on each rank, such as windows of an image."""
 
 
 class Mask(StrEnum):
-    """Positions that a block's attention leaves out."""
+    """The mask of a block's attention."""
 
     NONE = "none"
     CAUSAL = "causal"
@@ -124,14 +125,14 @@ class Mask(StrEnum):
 
 
 class Latents(NamedTuple):
-    """The features of latents, from which each head has its queries, keys and values (DeepSeek-AI 2024)."""
+    """The widths of latents, from which each head computes its queries, keys and values (DeepSeek-AI 2024)."""
 
     queries: int | None
-    """Width of the queries' latents, which are normed; None: queries come from the hidden states."""
+    """Width of the queries' latents, which are normed; None if queries are computed from the hidden states."""
     keys: int
     """Width of the latents of keys and values, which are normed."""
     rotated: int
-    """Features of keys that are rotated, and that all heads share."""
+    """Number of rotated features of keys, which all heads share."""
 
 
 class AttentionFacts(NamedTuple):
@@ -139,34 +140,36 @@ class AttentionFacts(NamedTuple):
 
     mask: Mask
     positions: Literal["learned_absolute", "relative", "rope"]
-    """The encoding of positions, in Megatron-LM's words."""
+    """The encoding of positions, in Megatron-LM's terms."""
     window: Callable[[str, Config], int | None] | None = None
-    """The largest number of positions to which a position of this type of block attends, itself the last; None: all
-    before it.
+    """Function that returns the sliding window of a block type: how many positions a position attends to, ending with
+    itself; None for all of them.
 
-    If attention is not causal, they attend to as many after them. Without this fact, samples must be no longer than
-    the configuration's sliding_window.
+    If attention is not causal, a position attends to as many positions after it. Families without this function require
+    samples that are not longer than the configuration's sliding_window.
     """
     latents: Callable[[Config], Latents | None] = lambda _: None
-    """The latents that queries, keys and values come from; None: they come from the hidden states."""
+    """Function that returns the latents from which queries, keys and values are computed, or None if they are computed
+    from the hidden states."""
     positions_before: Callable[[Config], int] = lambda _: 0
-    """Rows of the table of positions before the row of a sample's first token."""
+    """Function that returns the number of rows in the table of positions before the row of a sample's first token."""
     alibi: Callable[[Config], bool] = lambda _: False
-    """Whether scores fall with the distance of positions, by heads' slopes (Press et al. 2022), in a mask of each."""
+    """Function that returns whether scores decrease with the distance of positions, with a slope per head (ALiBi, Press
+    et al. 2022), by a mask for each head."""
     sinks: bool = False
-    """Whether softmax over a position's scores has a further, learned score of each head, which weighs nothing."""
+    """Whether the softmax over a position's scores includes one more learned score per head, which has no value."""
     soft_caps: bool = False
-    """Whether hyperbolic tangents bound the logits, and attention scores: sdpa would ignore it."""
+    """Whether logits and attention scores are soft-capped by hyperbolic tangents, which sdpa would ignore."""
     normed_heads: Callable[[str, Config], bool] = lambda _layer, _config: False
-    """Whether a type of block norms queries and keys without weights, in float32."""
+    """Function that returns whether a block type norms queries and keys without weights, in float32."""
     images_ahead: bool = False
-    """Whether positions of an image attend to all of it, later ones included."""
+    """Whether positions of an image attend to the whole image, including later positions."""
     joins_features: bool = False
     """Whether a head's features are joined after some were rotated; attention's output is then kept in two layouts."""
     keeps_unrotated: bool = False
-    """Whether queries and keys are kept unrotated, too: one tensor holds them and the values."""
+    """Whether queries and keys are also kept unrotated, because one tensor holds them together with the values."""
     without: tuple[Attention, ...] = ()
-    """Attention kernels that transformers does not support for its blocks."""
+    """Attention kernels that transformers does not support for the family's blocks."""
 
 
 class Norm(NamedTuple):
@@ -174,17 +177,17 @@ class Norm(NamedTuple):
 
     kind: Literal["LayerNorm", "RMSNorm"]
     epsilon: str | None
-    """The key of the constant that is added to the variance; None: torch's default."""
+    """The key of the constant that is added to the variance; None if it is torch's default."""
     ends: tuple[Recomputation, ...]
-    """The kinds of recomputation whose end is a norm, which keeps its input."""
+    """The kinds of recomputation that end with a norm, which keeps its input."""
     in_float32: bool = False
-    """Whether it multiplies by its weights in float32, whatever the format of its input."""
+    """Whether the norm multiplies by its weights in float32, whatever the format of its input."""
     of_part: int = 1
     """Number of norms of each part of a block: 2 if there is one before it and one after it."""
     shared: bool = False
-    """Whether both parts of a block read the output of one norm, and are added to the stream together."""
+    """Whether both parts of a block read the output of one norm, and are added to the residual stream together."""
     of_head: Callable[[Config], bool] = lambda _: False
-    """Whether the rows of the head's matrix are made unit vectors."""
+    """Function that returns whether the rows of the head's matrix are normalized to unit length."""
 
 
 class FeedForward(NamedTuple):
@@ -195,16 +198,17 @@ class FeedForward(NamedTuple):
 
 
 class Dropouts(NamedTuple):
-    """The keys of the dropout rates of a block's parts and of the embedding; None: no dropout."""
+    """The keys of the dropout rates of a block's parts and of the embedding; None without dropout."""
 
     attention: str
     hidden: str | None
-    """The rate for the sums that a block adds to the hidden states."""
+    """The key of the rate for what a block adds to the hidden states."""
     embedding: str | None = None
     path: str | None = None
-    """The rate at which a sample skips a whole part of a block (Huang et al. 2016), for the last block."""
+    """The key of the rate at which a sample skips a whole part of the last block; it is lower for earlier blocks (Huang
+    et al. 2016)."""
     ends: tuple[Recomputation, ...] = ()
-    """The kinds of recomputation whose end is a dropout of hidden states, which keeps its mask."""
+    """The kinds of recomputation that end with a dropout of hidden states, which keeps its mask."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -214,20 +218,20 @@ class Dropouts(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """How the experts of a position are chosen by its scores, and weighted."""
+    """How the experts of a position are chosen by their scores, and weighted."""
 
     scores: Literal["softmax", "sigmoid"] = "softmax"
     """Function that turns the router's outputs into scores."""
     normalized: bool = True
     """Whether the weights of a position's experts are divided by their sum."""
     scale: float = 1.0
-    """Number that the weights are multiplied by."""
+    """Factor by which the weights are multiplied."""
     groups: tuple[int, int] | None = None
-    """The number of groups of experts, and the number of groups from which a position chooses."""
+    """The number of groups of experts, and the number of groups from which a position chooses; None without groups."""
     best_of_group: int = 1
-    """Number of the highest scores whose sum is the score of a group."""
+    """Number of highest scores in a group whose sum is the group's score."""
     corrected: bool = False
-    """Whether experts are chosen by scores with a correction each, which keeps their loads equal."""
+    """Whether each expert has a correction that is added to its scores for the choice, and balances the load."""
 
 
 class ExpertKeys(NamedTuple):
@@ -235,7 +239,7 @@ class ExpertKeys(NamedTuple):
 
     number: str
     features: str
-    """The key of the features between the matrices of one expert."""
+    """The key of the hidden features of one expert."""
     top_k: str = "num_experts_per_tok"
     balance: str = "router_aux_loss_coef"
     """The key of the strength of the balance loss."""
@@ -246,26 +250,28 @@ class ExpertKeys(NamedTuple):
     older_names: tuple[str, ...] = ()
     """Ends of the names that the router and an expert's matrices (gate, up, down) had in transformers 4.
 
-    peft adapts the router and the fused matrices of all experts where one of them is named.
+    If an adapter names one of them, peft adapts the router, or the fused matrices of all experts.
     """
     router_first: bool = False
-    """Whether the stock model lists the router's matrix before the experts'."""
+    """Whether the stock model lists the router's matrix before the experts' matrices."""
     without: str | None = None
     """The key that lists the numbers of blocks without experts."""
     step: str | None = None
-    """The key of the interval of blocks with experts: one in each interval, the last of it."""
+    """The key of the interval of blocks with experts: the last block of each interval has them."""
     types: tuple[str, ...] = (SPARSE,)
-    """The types of block that have experts."""
+    """The block types that have experts."""
     kept: int = 5
-    """Numbers kept of a row for each feature: two products, the activation, the gated product, and that weighted."""
+    """Number of tensors of an expert's width that are kept for a row: 5 for two matrix products, the activation, the
+    gated product, and the weighted product."""
     rows: int = 1
-    """Number of copies kept of a row: 2 if it is weighted before the first product."""
+    """Number of copies that are kept of a row: 2 if it is weighted before the first matrix product."""
     first: str | None = None
     """The key of the number of blocks before the first one with experts."""
     shared: str | None = None
-    """The key of the number of shared experts, which compute every position as one expert that many times as wide."""
+    """The key of the number of shared experts, which compute every position together as one wider expert."""
     balance_of: Literal["model", "layer"] = "model"
-    """Whether the balance loss is a mean over layers, or a sum over them divided by the experts of a position."""
+    """Whether the balance loss is a mean over layers, or a sum over layers divided by the number of experts per
+    position."""
     routing: Callable[[Config], Routing] = lambda _: Routing()
     """Function that returns how experts are chosen."""
 
@@ -289,7 +295,7 @@ class ExpertKeys(NamedTuple):
         return dense if self.step is None else {**dense, self.step: 1}
 
     def read(self, layer: str, config: Config) -> Experts | UnsetType:
-        """Return the experts of a type of layer under a configuration; UNSET if it has none."""
+        """Return the experts of a layer type under a configuration; UNSET if it has none."""
         if layer not in self.types:
             return UNSET
         features: int = config[self.features]
@@ -297,7 +303,7 @@ class ExpertKeys(NamedTuple):
         return Experts(number=config[self.number], top_k=config[self.top_k], features=features, shared_features=shared)
 
     def wrong(self, config: Config) -> str | None:
-        """Return the problem of a configuration's experts, or None; lengths were checked before."""
+        """Return what is wrong with a configuration's experts, or None; lengths were checked before."""
         if config[self.top_k] > (number := config[self.number]):
             return f"{self.top_k} {config[self.top_k]} is over {self.number} {number}"
         first = 0 if self.first is None else config[self.first] or 0
@@ -316,34 +322,36 @@ class Stack(NamedTuple):
     """A stack of blocks: their number, the type of each, and the hidden states that they pass on."""
 
     counted_by: str = "num_hidden_layers"
-    """The key of the configuration with the number of blocks."""
+    """The configuration key of the number of blocks."""
     types: tuple[str, ...] = (BLOCK,)
     type_at: Callable[[Config, int], str] = lambda _config, _index: BLOCK
-    """The type of a block by its index, if no key lists it."""
+    """Function that returns the type of a block by its index, if no key lists it."""
     state: str = "hidden_states"
-    """The boundary tensor that its blocks change."""
+    """Name of the boundary tensor that the stack's blocks change."""
     typed_by: str | None = None
-    """The key of the configuration, such as layer_types, that lists the type of each block by the names in `types`."""
+    """The configuration key, such as layer_types, that lists the type of each block by the names in `types`."""
     first: str | None = None
-    """The type of the first block, and of no other; None: no block is special."""
+    """The type that only the first block has; None if there is no such type."""
     written: Mapping[str, object] = {}
-    """The values that that key lists instead of the names of types."""
+    """The values that the key `typed_by` lists instead of the names of types."""
     inside: str | None = None
-    """The key under which its keys are nested, such as vision_config; None: they are next to the family's."""
+    """The key under which the stack's keys are nested, such as vision_config; None if they are with the family's."""
     resets: Mapping[str, object] = {}
-    """Top-level keys of the configuration, with values under which it has only the counted blocks."""
+    """Top-level keys of the configuration, with values under which only the counted blocks exist."""
     lists: tuple[str, ...] = ()
     """Additional keys that state the types of single blocks, from which `type_at` derives a type."""
     alike_within_window: bool = False
-    """Whether its types differ only by their windows: if these hold whole samples, each block is a BLOCK."""
+    """Whether the types differ only by their windows: if these cover whole samples, each block is a `BLOCK`."""
     merging: tuple[str, ...] = ()
-    """Types that attend to nothing and hand on other shapes; every rank computes all that it has."""
+    """Types without attention that pass on other shapes; every rank computes them for all positions that it holds."""
     joined_by: str | None = None
-    """The type whose output joins all states into the last; None: blocks may attend to states of earlier stacks."""
+    """The type whose output joins all states into the last; None if blocks may attend to states of earlier stacks."""
     length: Callable[[Config], int] | None = None
-    """Positions of its state, such as frames of a spectrogram; None: the positions of a text sample."""
+    """Function that returns the positions of the stack's state, such as frames of a spectrogram; None if they are the
+    positions of a text sample."""
     features: Callable[[Config], int] | None = None
-    """Width of its state if it passes unchanged through layers of another width; None: each layer's."""
+    """Function that returns the width of the stack's state, if it passes unchanged through layers of another width;
+    None if each layer determines the width."""
 
     @property
     def typing_keys(self) -> tuple[str, ...]:
@@ -363,12 +371,12 @@ class Stack(NamedTuple):
         return [self._named(each, index) for index, each in enumerate(listed)]
 
     def layers(self, config: Config) -> Sequence[str]:
-        """Return the type of each of its blocks in a configuration, in order."""
+        """Return the type of each of the stack's blocks in a configuration, in order."""
         listed = self.listed(config)
         return self._by_rule(config) if listed is None else listed
 
     def may_be_alike(self, config: Config) -> bool:
-        """Return whether a configuration may omit the types of its blocks if they are all equal."""
+        """Return whether a configuration may omit the types of the stack's blocks if they are all equal."""
         return self.alike_within_window and list(self.layers(config)) == self._by_rule(config)
 
     def has(self, layer: str) -> bool:
@@ -380,7 +388,7 @@ class Stack(NamedTuple):
         return (config.get(self.counted_by),)
 
     def counted(self, layers: Sequence[str], config: Config) -> dict[str, Any]:
-        """Return the keys of a configuration that follow from the types of all blocks of a model."""
+        """Return the configuration keys that follow from the types of all blocks of a model, with their values."""
         inside = [base for layer in layers if self.has(base := base_type(layer))]
         lists = self.typed_by is not None and not (self.alike_within_window and BLOCK in inside)
         listed = [self.written.get(kind, kind) for kind in inside]
@@ -405,7 +413,7 @@ class Torchtitan(NamedTuple):
     flavors: Mapping[Sizes, str]
     """Names of the registered sizes."""
     pipelines: bool = True
-    """Whether it has a `pipelining_fn`; `train.py` refuses pipeline stages of a model without one."""
+    """Whether the model has a `pipelining_fn`; `train.py` refuses pipeline stages of a model without one."""
     contexts: bool = True
     """Whether its flavors have `sdpa` attention; flavors with `flex` refuse context parallelism."""
     ties: bool = False
@@ -418,5 +426,6 @@ class Systems(NamedTuple):
     """Facts for other systems that train the same model."""
 
     megatron: Literal["bridged", "alone"] | None = None
-    """Whether Megatron-LM's GPT computes its blocks exactly, and Megatron Bridge reads its files; None: neither."""
+    """`alone` if Megatron-LM's GPT computes its blocks exactly, `bridged` if Megatron Bridge also reads its files; None
+    if neither."""
     torchtitan: Torchtitan | None = None

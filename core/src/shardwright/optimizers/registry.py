@@ -1,8 +1,9 @@
 """Table of optimizers: their states, and the bytes that states occupy and move.
 
-The stored parameters are the master weights (`Precision.parameters`); an optimizer that keeps other ones has them as a
-state. An update element by element runs on any shard and sends nothing: gradients come reduced. One that needs whole
-matrices says so: each is whole on one rank for a moment, and its states lie in shards, as any others do.
+The stored parameters are the master weights (`Precision.parameters`); an optimizer that keeps separate master weights
+has them as a state. An element-wise update runs on any shard without messages: gradients arrive reduced. For an
+optimizer that needs whole matrices (`whole_matrices`), each matrix is temporarily whole on one rank, while its states
+are sharded as usual.
 """
 
 from collections.abc import Iterable
@@ -14,27 +15,28 @@ from msgspec import UNSET
 from shardwright.io import BadInput
 from shardwright.types import ITEMSIZE, DType, LayerType, Parameter, Precision
 
-# The matrices that an update takes whole (Muon): which they are, what their update computes and needs.
+# Matrices that an update needs as a whole (Muon): which they are, and what their update computes and needs.
 #
 # They are the matrices of blocks, not of embedding and head, as in Jordan 2024 and Moonlight (arXiv 2502.16982): each
-# expert by itself, and each part of a fused weight. Not among them are biases, norms of heads, and tables that are
-# added to scores. Five Newton-Schulz steps replace a matrix: with X [m, n], m <= n, scaled to norm 1, and (a, b, c) =
-# (3.4445, -4.7750, 2.0315), each is X = a X + (b A + c A A) X, where A = X X^T: 4 m^2 n + 2 m^3 operations.
+# expert's matrix separately, and each part of a fused weight. Biases, norms of heads, and tables that are added to
+# scores are excluded. Five Newton-Schulz steps replace a matrix: with X [m, n], m <= n, scaled to norm 1, and (a, b, c)
+# = (3.4445, -4.7750, 2.0315), each is X = a X + (b A + c A A) X, where A = X X^T: 4 m^2 n + 2 m^3 operations.
 
 
 STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _NUMBER_BYTES = 2
-"""Bytes of a number of the iteration, and of what is sent for it: bfloat16."""
+"""Bytes per number in the iteration and in its messages: bfloat16."""
 _OTHERS = ("bias", "norm.weight", "relative_attention_bias.weight", "relative_position_bias_table")
-"""Ends of names of what has several dims in blocks and is not a matrix."""
+"""Ends of names of parameters of blocks that have several dims but are not matrices."""
 
 
 def matrix_dims(parameter: Parameter) -> tuple[int, int] | None:
-    """The two dims of the matrices of a block's parameter, along whose others they are stacked; None if it has none.
+    """Return the two dims of the matrices of a block's parameter, which are stacked along its other dims, or None.
 
-    A weight of three dims, without that of experts, is fused: the dim before the one that tensor parallelism cuts
-    counts its parts. A copy is updated as what it is a copy of: the token table is no block's.
+    None means that the parameter is not updated as whole matrices. A weight of three dims, not counting the dim of
+    experts, is fused: the dim before the one that tensor parallelism splits counts its parts. A copy is updated like
+    its original: the token table does not belong to a block.
     """
     dims = [dim for dim in range(len(parameter.shape)) if dim != parameter.ep_dim]
     if not parameter.trained or parameter.copy_of is not UNSET or parameter.name.endswith(_OTHERS):
@@ -45,52 +47,53 @@ def matrix_dims(parameter: Parameter) -> tuple[int, int] | None:
 
 
 def iteration_flops(rows: int, columns: int) -> int:
-    """The operations of the update of a matrix (a multiply-add counts 2)."""
+    """Return the operations of the update of one matrix (a multiply-add counts 2)."""
     m, n = sorted((rows, columns))
     return STEPS * (4 * m * m * n + 2 * m**3)
 
 
 def update_flops(parameters: Iterable[Parameter]) -> int:
-    """The operations of the update of all matrices of some parameters of a block."""
+    """Return the operations of the updates of all matrices of a block's parameters."""
     return sum(prod(p.shape) // (m * n) * iteration_flops(m, n) for p, m, n in _shapes(parameters))
 
 
 def largest_flops(parameters: Iterable[Parameter]) -> int:
-    """The operations of the longest update of a matrix among those of some parameters; 0: there is none."""
+    """Return the operations of the longest update of one matrix among a block's parameters; 0 if there is none."""
     return max((iteration_flops(m, n) for _, m, n in _shapes(parameters)), default=0)
 
 
 def returned_bytes(parameters: Iterable[Parameter], parts: int, shards: int) -> int:
-    """The bytes that a rank gets back from matrices' homes, of the largest shards."""
+    """Return the bytes that a rank receives back from the matrices' home ranks, for the largest shards."""
     return sum(_NUMBER_BYTES * p.shard_numel(parts, shards) for p, *_ in _shapes(parameters))
 
 
 def workspace_bytes(parameters: Iterable[Parameter], replicas: int) -> int:
-    """The bytes that the update of the largest matrix takes at its home, while those of other homes come and go.
+    """Return the bytes that the update of the largest matrix needs on its home rank, with other matrices in transit.
 
-    In bfloat16, what each of `replicas` sends and gets, and of the matrix itself [m, n] twice, and two of [m, m].
+    In bfloat16: what each of `replicas` sends and receives, the matrix itself [m, n] twice, and two matrices [m, m].
     """
     largest = max((m * n + min(m, n) ** 2 for _, m, n in _shapes(parameters)), default=0)
     return _NUMBER_BYTES * (2 * replicas + 2) * largest
 
 
 def _shapes(parameters: Iterable[Parameter]) -> Iterable[tuple[Parameter, int, int]]:
-    """Yield the parameters of matrices, with rows and columns of each."""
+    """Yield the parameters that are matrices, each with its numbers of rows and columns."""
     for each in parameters:
         if (dims := matrix_dims(each)) is not None:
             yield each, each.shape[dims[0]], each.shape[dims[1]]
 
 
 class Shard(NamedTuple):
-    """The numbers of a trained parameter that a rank holds."""
+    """The part of a trained parameter that a rank holds."""
 
     numel: int
     shape: tuple[int, ...] | None = None
-    """Shape of its whole parameter; None: many parameters together, whose states are the leanest that any has."""
+    """Shape of the whole parameter; None for many parameters together, whose states count as the smallest possible
+    ones."""
     columns: int = 0
-    """How many numbers of a row of a matrix the rank holds."""
+    """Number of elements of a matrix row that the rank holds."""
     whole: bool = True
-    """Whether it is of matrices, as matrices.py has them; taken to be where it is not known."""
+    """Whether the parameter is updated as whole matrices (`matrix_dims`); True if that is not known."""
 
     @classmethod
     def of(cls, parameter: Parameter, parts: int, shards: int) -> "Shard":
@@ -108,7 +111,10 @@ class Shard(NamedTuple):
         return self.shape is None or len(self.shape) > 1
 
     def blocks(self, size: int) -> int:
-        """The blocks of `size` numbers of a row whose scales the rank holds: of whole rows where cuts cut blocks."""
+        """Return the number of quantization blocks of `size` elements whose scales the rank holds.
+
+        If shard boundaries split blocks, the blocks of whole rows count.
+        """
         if self.shape is None or self.numel == 0:
             return 0
         row = self.shape[-1] if self.cuts_blocks(size) else self.columns
@@ -120,22 +126,23 @@ class Shard(NamedTuple):
 
 
 def shards_of(kind: LayerType, parts: int, shards: int = 1) -> tuple[Shard, ...]:
-    """The largest shards of a layer's trained parameters."""
+    """Return the largest shards of a layer's trained parameters."""
     return tuple(Shard.of(parameter, parts, shards) for parameter in kind.trained_parameters)
 
 
 class State(NamedTuple):
-    """A number that an optimizer keeps for each number of a trained parameter."""
+    """A value that an optimizer keeps for each element of a trained parameter."""
 
     name: str
-    """Name in checkpoints, which is PyTorch's key of it."""
+    """Name in checkpoints, which is PyTorch's key of the state."""
     dtype: DType | None = None
-    """Number format; None: the format of the stored parameters."""
+    """Number format; None if it is the format of the stored parameters."""
     block: int = 0
-    """Numbers of a row that share a scale in float32, each a code of one byte; 0: numbers stand for themselves."""
+    """Number of elements of a row that share a float32 scale, each stored in one byte; 0 if the state is not
+    quantized."""
 
     def bytes_of(self, held: Shard, stored: DType) -> int:
-        """The bytes of the state of numbers that a rank holds, of parameters stored in a format."""
+        """Return the bytes of the state for the elements that a rank holds, if parameters are stored in a format."""
         if self.block:
             return held.numel + ITEMSIZE["float32"] * held.blocks(self.block)
         return held.numel * ITEMSIZE[self.dtype or stored]
@@ -147,25 +154,26 @@ class Optimizer(NamedTuple):
     name: str
     """Name in plans."""
     states: tuple[State, ...]
-    """Those of a matrix."""
+    """States of a matrix."""
     of_vectors: tuple[State, ...] | None = None
-    """Those of a vector, or of whatever is not updated as a whole matrix; None: as of a matrix."""
+    """States of a vector, or of whatever is not updated as a whole matrix; None if a matrix has the same states."""
     temporary: int = 0
-    """Numbers in the parameters' format that a step writes and reads again for each number, where it is not fused."""
+    """Number of values per element, in the parameters' format, that a step writes and reads again because it is not
+    fused."""
     whole_matrices: bool = False
-    """True if the update of a block's matrix needs all of it, on one rank; AdamW updates all else."""
+    """Whether the update of a block's matrix needs the whole matrix on one rank; AdamW updates everything else."""
 
     @property
     def at_ends(self) -> "Optimizer":
-        """What updates embedding and head."""
+        """Return the optimizer that updates embedding and head."""
         return ADAMW if self.whole_matrices else self
 
     def state_bytes(self, parameter_bytes: int, stored: DType) -> int:
-        """The least bytes of the states of trained parameters that are stored in this number of bytes."""
+        """Return the least bytes of the states of trained parameters whose stored values take `parameter_bytes`."""
         return self.held_bytes([Shard(parameter_bytes // ITEMSIZE[stored])], stored)
 
     def held_bytes(self, held: Iterable[Shard], stored: DType) -> int:
-        """The bytes of the states of what a rank holds of parameters that are stored in a format."""
+        """Return the bytes of the states of the shards that a rank holds, if parameters are stored in a format."""
         return sum(state.bytes_of(each, stored) for each in held for state in self._states_of(each))
 
     def states_of(self, is_matrix: bool) -> tuple[State, ...]:
@@ -176,12 +184,12 @@ class Optimizer(NamedTuple):
         return self.states_of(held.whole if self.whole_matrices else held.is_matrix)
 
     def agreed_bytes(self, held: Shard) -> int:
-        """The bytes of the scales on which ranks with other columns agree in a step."""
+        """Return the bytes of the scales on which ranks with other columns of the same rows agree in a step."""
         cut = [state.block for state in self.states if state.block and held.cuts_blocks(state.block)]
         return sum(ITEMSIZE["float32"] * held.blocks(size) for size in cut)
 
     def moved_bytes(self, held: Iterable[Shard], precision: Precision) -> int:
-        """The bytes that a step reads and writes: parameters and states both ways, and gradients once."""
+        """Return the bytes that a step reads and writes: parameters and states both ways, and gradients once."""
         held = tuple(held)
         numel, stored = sum(each.numel for each in held), ITEMSIZE[precision.parameters]
         kept = (1 + self.temporary) * stored * numel + self.held_bytes(held, precision.parameters)
@@ -201,7 +209,7 @@ class Optimizer(NamedTuple):
         return self.step_bytes(held, precision) / ADAMW.step_bytes(held, precision)
 
     def demand_shards(self, purpose: str) -> None:
-        """Raise BadInput if shards cannot be updated one by one, as `purpose` assumes."""
+        """Raise BadInput if the optimizer cannot update shards one by one, as `purpose` requires."""
         if self.whole_matrices:
             raise BadInput(f"optimizer {self.name}", f"updates whole matrices, which {purpose} does not", "take adamw")
 
@@ -216,9 +224,9 @@ ADAMW_8BIT = Optimizer(
 )
 """Dettmers et al. 2022: averages of matrices in 8 bits, with a scale for each block of a row."""
 SGD = Optimizer("sgd", (State("momentum_buffer"),))
-"""Sutskever et al. 2013, as torch.optim.SGD has it: the sum of decayed gradients."""
+"""Sutskever et al. 2013, as in torch.optim.SGD: the sum of decayed gradients."""
 LION = Optimizer("lion", (State("exp_avg"),), temporary=5)
 """Chen et al. 2023 (arXiv 2302.06675): the sign of an average of gradients."""
 MUON = Optimizer("muon", (State("momentum_buffer"),), of_vectors=ADAMW.states, temporary=5, whole_matrices=True)
-"""Jordan 2024, with the step of Moonlight (arXiv 2502.16982): the nearest orthogonal matrix to an average."""
+"""Jordan 2024, with the step size of Moonlight (arXiv 2502.16982): the orthogonal matrix nearest to an average."""
 OPTIMIZERS = {optimizer.name: optimizer for optimizer in (ADAMW, ADAMW_BF16, ADAMW_8BIT, SGD, LION, MUON)}

@@ -1,7 +1,7 @@
 """The axes along which a strategy splits a layer over its stage's ranks; no other file computes with degrees.
 
 The ranks of a stage, counted from 0, form a grid of dp_size x cp_size x tp_size. Each axis cuts one thing into equal
-parts, with dp, cp and tp for these sizes:
+parts. The number of parts, for each kind of sequence parallelism, with dp, cp and tp for these sizes:
 
 | axis     | what is cut                                       | none    | megatron | ulysses      |
 |----------|---------------------------------------------------|---------|----------|--------------|
@@ -9,17 +9,17 @@ parts, with dp, cp and tp for these sizes:
 | context  | the positions of a sample, in attention too       | cp      | cp       | cp           |
 | sequence | the positions of a sample, between regions        | cp      | cp x tp  | cp x tp      |
 | heads    | attention heads, exchanged for positions          | 1       | 1        | tp           |
-| tensor   | parameters at `tp_dim`, products, the vocabulary  | tp      | tp       | 1            |
+| tensor   | parameters at `tp_dim`, matmuls, the vocabulary   | tp      | tp       | 1            |
 | states   | what ZeRO shards of a tensor part; DDP copies     | dp x cp | dp x cp  | dp x cp x tp |
 
-If a layer's experts have a strategy of their own, the same ranks form a second grid for them alone, of dp_size x
-ep_size x tp_size (`ExpertGrid`): `experts`, ep_size parts tp_size apart, cuts their parameters at `ep_dim`; `tensor`
-and `states` as in the first column, but states are ep_size x tp_size apart.
+If a layer's experts have a separate strategy, the same ranks form a second grid, of dp_size x ep_size x tp_size
+(`ExpertGrid`), for the experts only. Its axis `experts` cuts their parameters at `ep_dim` into ep_size parts, tp_size
+ranks apart; `tensor` and `states` are as in the column `none`, but ranks along `states` are ep_size x tp_size apart.
 
-Ranks that share a sample are neighbours where `tp_consecutive`, else dp_size apart; those that share a part of its
-positions are neighbours among them. Ranks along `states` are those with equal tensor parts, and all ranks in their
-order under Ulysses. `samples` and `sequence` are the layout of activations; `tensor`, `experts` and `states` belong to
-a group of parameters: a layer's own, or its experts.
+Ranks that share a sample are neighbours if `tp_consecutive`, otherwise dp_size apart; among them, ranks that share a
+part of its positions are neighbours. Ranks along `states` are those with equal tensor parts; under Ulysses they are all
+ranks in their order. `samples` and `sequence` are the layout of activations; `tensor`, `experts` and `states` belong to
+a group of parameters: the experts', or all others of the layer.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,7 +33,7 @@ from shardwright.types import DataParallel, ExpertGrid, ExpertStrategy, Sequence
 _KNOWN_FIELDS = {
     *("tp_size", "tp_consecutive", "cp_size", "dp_size", "data_parallel", "shard_size", "sequence_parallel"),
     *("type", "recompute", "context", "offload"),  # these cut nothing
-    *("experts", "ep_size"),  # whose axes are those of a strategy of their own, `expert_grid`
+    *("experts", "ep_size"),  # their axes are the ones of `expert_grid`
 }
 
 
@@ -44,18 +44,18 @@ class Axis(NamedTuple):
     stride: int = 1
 
     def part_of(self, rank: int) -> int:
-        """Return the index of a rank's part."""
+        """Return the index of the part that a rank holds."""
         return rank // self.stride % self.size
 
     def groups(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks of a stage in groups along the axis, each in the order of its parts."""
+        """Return the ranks of a stage in groups along the axis, each group in the order of its parts."""
         block = self.size * self.stride
         firsts = (place for place in range(len(ranks)) if self.part_of(place) == 0)
         return tuple(tuple(ranks[first : first + block : self.stride]) for first in firsts)
 
 
 class ActivationShard(NamedTuple):
-    """A part of a microbatch: samples [batch_start, batch_end) x positions [sequence_start, sequence_end)."""
+    """A part of a micro-batch: samples [batch_start, batch_end) x positions [sequence_start, sequence_end)."""
 
     batch_start: int
     batch_end: int
@@ -64,7 +64,7 @@ class ActivationShard(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Return the number of positions over all samples."""
+        """Return the number of tokens: positions over all samples."""
         return (self.batch_end - self.batch_start) * (self.sequence_end - self.sequence_start)
 
     def intersect(self, other: "ActivationShard") -> "ActivationShard | None":
@@ -82,20 +82,22 @@ class ActivationShard(NamedTuple):
 class Layout(NamedTuple):
     """How a micro-batch's activations are split over the ranks of a pipeline stage, between layers.
 
-    Ranks are counted inside the stage. Use `layout_of`: it gives equal layouts one spelling.
+    Ranks are counted inside the stage. Use `layout_of`, which returns equal values for equal layouts.
     """
 
     stage_size: int
     sample_ranks: int
-    """Number of ranks that share each sample."""
+    """Number of ranks over which each sample is split or replicated."""
     consecutive: bool
-    """True if these are neighbours; else they are as far apart as there are parts of the samples."""
+    """True if the ranks that share a sample are neighbours; otherwise their distance is the number of parts of the
+    samples."""
     sequence_parts: int
-    """Number of parts of the sequence: neighbours among the sharers of a sample hold the same one, or all of it."""
+    """Number of parts of the sequence. If it is less than `sample_ranks`, neighbours among the ranks that share a
+    sample hold the same part."""
 
     @property
     def samples(self) -> Axis:
-        """Return the axis that cuts the samples of a microbatch."""
+        """Return the axis that splits the samples of a micro-batch."""
         return Axis(self.stage_size // self.sample_ranks, self.sample_ranks if self.consecutive else 1)
 
     @property
@@ -127,23 +129,23 @@ class Layout(NamedTuple):
         return tuple(holders[first : first + replicas] for first in range(0, len(holders), replicas))
 
     def activation_shard(self, rank: int, samples: int, sequence_length: int) -> ActivationShard:
-        """Return the part of a microbatch of `samples` that a rank holds."""
+        """Return the part of a micro-batch of `samples` samples that a rank holds."""
         share, length = samples // self.samples.size, sequence_length // self.sequence.size
         first, start = self.samples.part_of(rank) * share, self.sequence.part_of(rank) * length
         return ActivationShard(first, first + share, start, start + length)
 
 
 class ParameterAxes(NamedTuple):
-    """The axes of a group of a layer's parameters, with gradients and optimizer states."""
+    """The axes of a group of a layer's parameters, and of their gradients and optimizer states."""
 
     tensor: Axis
-    """Ranks that tensor parallelism cuts each parameter among, at its `tp_dim`."""
+    """Ranks over which tensor parallelism splits each parameter at its `tp_dim`."""
     states: Axis
     """The data-parallel ranks, which hold the same tensor-parallel shards."""
     shards: int
-    """Number of neighbours along `states` that ZeRO cuts a tensor part among; 1 if it is replicated."""
+    """Number of neighbours along `states` over which ZeRO shards a tensor-parallel part; 1 if it is replicated."""
     experts: Axis = Axis(1)
-    """Ranks that share experts out as a whole: each parameter is cut at its `ep_dim`."""
+    """Ranks over which experts are sharded as a whole: each parameter is split at its `ep_dim`."""
 
     @property
     def replicas(self) -> int:
@@ -152,21 +154,21 @@ class ParameterAxes(NamedTuple):
 
     @property
     def replicates_shards(self) -> bool:
-        """Return whether groups of ranks hold replicas of each other's shards (HSDP)."""
+        """Return whether several groups of ranks each hold all shards (HSDP)."""
         return 1 < self.shards < self.states.size
 
     @property
     def state_axes(self) -> tuple[Axis, ...]:
-        """Return the axes of `state_groups` among the ranks of a stage."""
+        """Return the axes of `state_groups` over the ranks of a stage."""
         if not self.replicates_shards:
             return (self.states,)
         stride = self.states.stride
         return Axis(self.shards, stride), Axis(self.replicas, stride * self.shards)
 
     def state_groups(self, ranks: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        """Yield the groups that gather states and reduce gradients.
+        """Yield the groups of ranks that gather states and reduce gradients.
 
-        With HSDP the shard groups, then the replica groups.
+        With HSDP these are the shard groups, then the replica groups.
         """
         for group in self.states.groups(ranks):
             if self.replicates_shards:
@@ -182,13 +184,13 @@ class Axes(NamedTuple):
     layout: Layout
     """The layout of the activations that enter and leave the layer."""
     dense: ParameterAxes
-    """The axes of its parameters."""
+    """The axes of the layer's parameters, without experts that have a separate strategy."""
     heads: Axis
     """Ranks that exchange positions for heads around attention (Ulysses)."""
     context: Axis
-    """Context-parallel ranks, whose positions attend to each other's."""
+    """Context-parallel ranks, whose positions attend to each other."""
     gathers_sequence: bool
-    """True if a region gathers the sequence that it gets in parts (Megatron)."""
+    """True if a region gathers its input sequence, which is split over ranks (Megatron)."""
 
     @property
     def shares_context(self) -> bool:
@@ -202,17 +204,17 @@ class Axes(NamedTuple):
 
     @property
     def exchanges_heads(self) -> bool:
-        """Return whether each rank attends with some heads to all positions, and has some positions elsewhere."""
+        """Return whether ranks have some heads of all positions in attention, but all heads of some elsewhere."""
         return self.heads.size > 1
 
     def rank_samples(self, samples: int) -> int:
-        """Return the number of a microbatch's samples on each rank."""
+        """Return the number of a micro-batch's samples on each rank."""
         return samples // self.layout.samples.size
 
 
 @lru_cache(maxsize=1 << 14)
 def axes_of(strategy: Strategy) -> Axes:
-    """Return the axes of a layer; a kind of parallelism that is not known here raises an error."""
+    """Return the axes of a layer; raise NotImplementedError if the strategy has fields that are not known here."""
     if strange := set(strategy.__struct_fields__) - _KNOWN_FIELDS:
         raise NotImplementedError(f"no axis is known for {', '.join(sorted(strange))} of a strategy")
     if isinstance(strategy, ExpertGrid):
@@ -237,7 +239,7 @@ def axes_of(strategy: Strategy) -> Axes:
 
 
 def _grid_axes(grid: ExpertGrid) -> Axes:
-    """Return the axes of a layer's experts; ranks of its tensor-parallel groups compute the same positions."""
+    """Return the axes of a layer's experts; ranks that shard the features of experts compute the same positions."""
     together = grid.tp_size * grid.ep_size
     layout = Layout(together * grid.dp_size, grid.tp_size, True, 1)
     dense = _parameter_axes(grid, Axis(grid.tp_size), Axis(grid.dp_size, together))
@@ -256,7 +258,7 @@ def _parameter_axes(strategy: Strategy, tensor: Axis, states: Axis) -> Parameter
 
 
 def strategy_on(stage_size: int, tp_size: int, cp_size: int = 1) -> Strategy | None:
-    """Return the plain strategy of these degrees on all ranks of a stage; None if they do not divide them."""
+    """Return the plain strategy with these degrees on all ranks of a stage; None if they do not divide the ranks."""
     dp_size, left = divmod(stage_size, tp_size * cp_size)
     return None if left else Strategy(tp_size=tp_size, cp_size=cp_size, dp_size=dp_size)
 
@@ -264,27 +266,28 @@ def strategy_on(stage_size: int, tp_size: int, cp_size: int = 1) -> Strategy | N
 def expert_strategies_on(
     stage_size: int, ep_sizes: Iterable[int], etp_sizes: Iterable[int]
 ) -> Iterator[ExpertStrategy]:
-    """Yield the plain expert strategies of these degrees that divide the ranks of a stage."""
+    """Yield the plain expert strategies whose degrees divide the ranks of a stage."""
     for ep_size, etp_size in product(sorted({*ep_sizes}), sorted({*etp_sizes})):
         if stage_size % (ep_size * etp_size) == 0:
             yield ExpertStrategy(ep_size=ep_size, etp_size=etp_size)
 
 
 def neighbouring_experts(number: int, experts: ExpertStrategy) -> tuple[tuple[int, ...], ...]:
-    """Return the numbers of the experts of each group of ranks that shares them out in order."""
+    """Return the numbers of the experts of each group of ranks, if each group holds neighbouring experts."""
     size = number // experts.ep_size
     return tuple(tuple(range(first, first + size)) for first in range(0, number, size))
 
 
 def layout_of(strategy: Strategy) -> Layout:
-    """Return the layout of the activations that enter and leave a layer of this strategy."""
+    """Return the layout of the activations that enter and leave a layer with this strategy."""
     return axes_of(strategy).layout
 
 
 def effective(strategy: Strategy) -> Strategy:
     """Return the canonical form of a strategy's effect on a layer, without the layer's type and recomputation.
 
-    One rank alone has no sequence to share and no neighbours, and parameters that one rank holds are not sharded.
+    Strategies with the same effect become equal: a single rank does not split the sequence and has no neighbours, and
+    parameters that only one rank holds are not sharded.
     """
     axes = axes_of(strategy)
     return Strategy(

@@ -1,4 +1,4 @@
-"""Model chunks: the layers of each, and the tensors sent between them."""
+"""Model chunks: the layers of each chunk, and the tensors sent between chunks."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ def chunk_layers(plan: Plan, stage: int, chunk: int) -> Iterator[tuple[str, str,
 
 
 def placed(ranges: Sequence[tuple[int, int]], schedule: Schedule, pp_size: int) -> list[tuple[tuple[int, int], ...]]:
-    """Return the layer ranges of each pipeline stage; `ranges`: all, in the order in which a micro-batch goes on."""
+    """Return each stage's layer ranges; `ranges`: all ranges, in the order in which a micro-batch goes through them."""
     held: list[list[tuple[int, int]]] = [[] for _ in range(pp_size)]
     for (stage, _), layers in zip(schedule.way(pp_size, len(ranges) // pp_size), ranges, strict=True):
         held[stage].append(layers)
@@ -39,7 +39,7 @@ def stage_actions(plan: Plan, stage: int) -> tuple[Action, ...]:
 
 
 def needs_gradient(plan: Plan, stage: int, chunk: int) -> bool:
-    """Return whether a backward pass sends a gradient to the chunk before: something before is trained."""
+    """Return whether a chunk's backward pass sends a gradient to the chunk before: something before it is trained."""
     if (stage, chunk) == plan.way[0]:
         return False
     first, _ = plan.stages[stage].layers[chunk]
@@ -53,7 +53,7 @@ def has_backward(plan: Plan, stage: int, chunk: int) -> bool:
 
 
 def computed_actions(plan: Plan, stage: int) -> tuple[Action, ...]:
-    """Return a pipeline stage's actions, without backward passes of chunks that need no gradients."""
+    """Return a pipeline stage's actions, except for backward passes of chunks through which no gradient goes."""
     backward = [has_backward(plan, stage, chunk) for chunk in range(len(plan.stages[stage].layers))]
     return tuple(a for a in stage_actions(plan, stage) if backward[a.chunk] or not a.kind.makes_gradients)
 
@@ -61,19 +61,20 @@ def computed_actions(plan: Plan, stage: int) -> tuple[Action, ...]:
 class Cut(NamedTuple):
     """The boundary that a micro-batch crosses from one model chunk to the next.
 
-    Between chunks of the same pipeline stage no message goes over it. Chunks are (stage, number of the stage's layer
-    range). Forward, what goes point to point is `redistribution_plan(before, after)`, backward the reverse.
+    If both chunks are on the same pipeline stage, no message is sent. Chunks are (stage, index of the layer range on
+    the stage). Point-to-point messages follow `redistribution_plan(before, after)` in the forward pass, and
+    `redistribution_plan(after, before)` in the backward pass.
     """
 
     source: tuple[int, int]
     target: tuple[int, int]
     before: Layout
-    """Layout in which the source's last layer leaves its output, and gets its gradient."""
+    """Layout in which the source's last layer leaves its output and receives the output's gradient."""
     after: Layout
-    """Layout in which the target receives it: the source's, to be redistributed, if the stages have equal widths; else
-    the layout of its first layer."""
+    """Layout in which the target receives the tensors. If both stages have the same number of ranks, it is `before`,
+    and the target redistributes them; otherwise it is the layout of the target's first layer."""
     tensors: tuple[BoundaryTensor, ...]
-    """Tensors that go over it: what the target's first layer receives."""
+    """Tensors that cross the cut: the input of the target's first layer."""
 
     @property
     def around(self) -> bool:
@@ -82,24 +83,24 @@ class Cut(NamedTuple):
 
     @property
     def is_local(self) -> bool:
-        """Return whether both chunks are on the same pipeline stage, whose ranks hand tensors to themselves."""
+        """Return whether both chunks are on the same pipeline stage, so that ranks pass tensors to themselves."""
         return self.source[0] == self.target[0]
 
     def ways(self, gradient: bool = True) -> tuple[tuple[Pass, tuple[int, int], tuple[int, int]], ...]:
-        """Return sender and receiver of each kind of pass that crosses, without gradients if there are none."""
+        """Return pass, sender and receiver of each kind of message over the cut; `gradient`: are gradients sent?"""
         ends = {1: (self.source, self.target), -1: (self.target, self.source)}
         kinds = (kind for kind in Pass if kind.way and (gradient or not kind.makes_gradients))
         return tuple((kind, *ends[kind.way]) for kind in kinds)
 
     def transfers(self, kind: Pass, samples: int, sequence_length: int) -> tuple[Transfer, ...]:
-        """Return the transfers over the cut in a pass; ranks are counted within their stages."""
+        """Return the transfers over the cut in a pass of `kind`; ranks are counted within their stages."""
         return redistribution_plan(*(self.before, self.after)[:: kind.way], samples, sequence_length)
 
 
 def cuts(plan: Plan) -> tuple[Cut, ...]:
     """Return all cuts, in the order in which a micro-batch crosses them.
 
-    A chunk without layers passes on what it receives, in the same layout.
+    A chunk without layers passes on its input in the same layout.
     """
     layers = [tuple(chunk_layers(plan, *place)) for place in plan.way]
     crossed, before = list[Cut](), layout_of(plan.embedding)
@@ -113,7 +114,7 @@ def cuts(plan: Plan) -> tuple[Cut, ...]:
 
 
 def sending_cuts(plan: Plan) -> tuple[Cut, ...]:
-    """Return the cuts between pipeline stages, over which messages go."""
+    """Return the cuts between different pipeline stages, where messages are sent."""
     return tuple(cut for cut in cuts(plan) if not cut.is_local)
 
 
@@ -125,7 +126,7 @@ def incoming_layout(plan: Plan, stage: int, chunk: int) -> Layout | None:
 def gathers_spared(plan: Plan, stage: int, chunk: int) -> Counter[tuple[str, Pass | bool | None]]:
     """Return how often ZeRO-3 need not gather a layer for a pass of a step, by the layer's name and the pass.
 
-    If a pass begins with the layer that the rank's pass before has ended with, that layer stays gathered.
+    If a pass begins with the layer with which the rank's previous pass ended, that layer is still gathered.
     """
     layers = list(chunk_layers(plan, stage, chunk))
     actions = [action for action in computed_actions(plan, stage) if action.kind.way]
@@ -133,7 +134,7 @@ def gathers_spared(plan: Plan, stage: int, chunk: int) -> Counter[tuple[str, Pas
     spared: Counter[tuple[str, Pass | bool | None]] = Counter()
     ends = {kind: layers[0 if kind.way > 0 else -1] for kind in Pass if kind.way and layers}
     for during, (name, kind, strategy) in ends.items():
-        # A backward pass ends before the layers that no gradient goes through.
+        # A backward pass ends before the layers through which no gradient goes.
         groups = parameter_groups(plan.model.types[kind], strategy)
         zero3 = any(group.strategy.data_parallel is DataParallel.ZERO3 for group in groups)
         if zero3 and plan.model.types[kind].has_backward:

@@ -1,6 +1,6 @@
-"""Every byte that a rank moves in one step of a plan: what the runtime does, in formulas.
+"""Every byte that a rank moves in one step of a plan: the runtime's communication, in formulas.
 
-`Message.bytes` counts as `hardware_profile.Collective` does, the full tensor on one rank: the input of all_reduce,
+`Message.bytes` counts the full tensor on one rank, as `hardware_profile.Collective` does: the input of all_reduce,
 reduce_scatter and all_to_all, the output of all_gather. An uneven all_to_all (redistribution, tied parameters) counts
 what this rank sends; sends are counted by the sender.
 """
@@ -25,7 +25,7 @@ from shardwright.types.model import HEAD, LOW_RANK, BoundaryTensor, Heads, Layer
 from shardwright.types.plan import ITEMSIZE, GradientReduction, Plan
 from shardwright.types.strategy import ContextParallel, DataParallel, LayerStrategy, Recompute, Strategy
 
-# Regions that gather their input again for weight gradients, under Megatron's sequence parallelism.
+# Regions that gather their input again for the gradients of weights, under Megatron's sequence parallelism.
 
 
 _FIRST = f"{LOW_RANK}A."
@@ -34,9 +34,9 @@ _FIRST = f"{LOW_RANK}A."
 def regathers(kind: LayerType) -> tuple[bool, ...]:
     """Return, for each region of a layer type, whether a matrix that multiplies its input is trained.
 
-    A region ends with a matrix that is cut by its inputs, and the parameters are in the order of the modules. If
-    there are not as many such matrices as regions, all regions are taken to be as the layer is. If all is trained,
-    all gather again, however the family lays its matrices out.
+    A region ends with a matrix that is split at its input dim, and the parameters are in the order of the modules. If
+    the numbers of such matrices and of regions differ, one answer for the whole layer applies to all regions. If
+    everything is trained, all regions gather again, however the family arranges its matrices.
     """
     if all(p.trained or p.is_buffer for p in kind.parameters):
         return (True,) * len(kind.regions)
@@ -48,16 +48,16 @@ def regathers(kind: LayerType) -> tuple[bool, ...]:
 
 
 def low_rank_pairs(kind: LayerType) -> tuple[tuple[tuple[int, bool], ...], ...]:
-    """Return the low-rank pairs inside each region of a layer type: the rank, and whether W is cut by its inputs.
+    """Return the low-rank pairs inside each region of a layer type: the rank, and whether W is split at its input dim.
 
-    Pairs of experts are left out. If regions cannot be told apart, the first one has all.
+    Pairs of experts are left out. If regions cannot be distinguished, the first one gets all pairs.
     """
     firsts = [(i, p) for i, p in enumerate(kind.parameters) if _FIRST in p.name and p.ep_dim is UNSET]
     ends = [i for i, p in enumerate(kind.parameters) if _is_cut_by_inputs(p)]
     if len(ends) != len(kind.regions):
         everything = tuple((p.shape[0], p.tp_dim is not None) for _, p in firsts)
         return (everything, *((),) * (len(kind.regions) - 1))
-    # The pair beside the matrix that ends a region stands behind it.
+    # The pair of the matrix that ends a region comes after that matrix in the parameters.
     regions = (min(sum(end < i - (p.tp_dim is not None) * 2 for end in ends), len(ends) - 1) for i, p in firsts)
     placed = list(zip(regions, firsts, strict=True))
     return tuple(
@@ -67,7 +67,7 @@ def low_rank_pairs(kind: LayerType) -> tuple[tuple[tuple[int, bool], ...], ...]:
 
 
 def _is_cut_by_inputs(parameter: Parameter) -> bool:
-    """Return whether a parameter is a matrix [outputs, inputs] sharded by inputs; biases may have two dims too."""
+    """Return whether a parameter is a matrix [outputs, inputs] sharded at dim 1; biases may have two dims, too."""
     is_matrix = len(parameter.shape) == 2 and not parameter.name.endswith(".bias") and not parameter.shared
     return is_matrix and LOW_RANK not in parameter.name and parameter.tp_dim == 1
 
@@ -84,60 +84,62 @@ def _keeps_its_input(parameter: Parameter) -> bool:
 
 
 class Cause(StrEnum):
-    """The causes of messages."""
+    """Causes of messages."""
 
     PARAMETERS = "parameters"
     """ZeRO gathers parameters."""
     GRADIENTS = "gradients"
-    """Data-parallel ranks sum gradients."""
+    """Data-parallel ranks sum gradients, or reduce and scatter them."""
     PARTIAL_GRADIENTS = "partial_gradients"
-    """Tensor-parallel ranks sum the gradients of replicated parameters that each applied to its own part."""
+    """Tensor-parallel ranks sum the gradients of replicated parameters that each rank applied to a different part."""
     TENSOR_PARALLEL = "tensor_parallel"
-    """Activations enter and leave matrices that ranks share."""
+    """Activations enter and leave matrices that are sharded over ranks."""
     ULYSSES = "ulysses"
     """Positions are exchanged for heads."""
     CONTEXT = "context"
-    """Keys and values go to the ranks whose positions attend to them, and gradients back."""
+    """Keys and values are sent to the ranks whose positions attend to them, and their gradients are sent back."""
     EXPERTS = "experts"
-    """Positions go to the ranks of their experts and back; ranks that share a sequence count what was chosen."""
+    """Positions are sent to the ranks of their experts and back; ranks that split a sequence sum the counts of routed
+    positions."""
     LOSS = "loss"
-    """Ranks that share a vocabulary sum their parts of the cross entropy."""
+    """Ranks over which the vocabulary is sharded sum their parts of the cross entropy."""
     REDISTRIBUTION = "redistribution"
-    """Two layers lie differently over the ranks."""
+    """Activations are moved because two successive layers split them differently over the ranks."""
     PIPELINE = "pipeline"
     """Sends between pipeline stages."""
     TIED_PARAMETERS = "tied_parameters"
-    """Gradients of parameters that several layers hold replicas of."""
+    """Gradients of parameters that are replicated in several layers are exchanged."""
     NORM = "norm"
-    """Loss, gradient norm and the wish to stop, over all ranks."""
+    """Loss, gradient norm and stop requests are summed over all ranks."""
 
 
 class Message(NamedTuple):
-    """A collective or a send in which a rank takes part a number of times."""
+    """A collective or a send in which a rank takes part `times` times."""
 
     cause: Cause
     collective: Collective
     group_size: int
     bytes: int
     during: Pass | None
-    """The pass to which it belongs; None at the end of a step."""
+    """The pass to which the message belongs; None for the end of a step."""
     times: int = 1
 
 
 def sent_through(kind: LayerType, messages: Iterable[Message]) -> Iterator[Message]:
-    """Yield the messages of passes through a layer; without a backward pass, only those that carry activations."""
+    """Yield the messages that are sent; a layer without a backward pass has none that make gradients."""
     return (m for m in messages if kind.has_backward or m.during is None or not m.during.makes_gradients)
 
 
 # Messages of expert parallelism: positions sent to their experts' ranks and back, and routing counts.
 #
-# The formulas assume an even load, in which each rank sends as much to one rank as to another; routers may differ.
+# The formulas assume an even load, in which each rank sends the same number of bytes to every rank; real routers may
+# differ.
 
 
 _COUNT_BYTES = 4
 """Bytes of the number that counts how often an expert was chosen."""
 _WEIGHT_BYTES = 4
-"""Bytes of the weight of an expert's result, at least."""
+"""Bytes of the weight of an expert's result; more if elements are larger."""
 
 
 def shares_experts(strategy: Strategy) -> bool:
@@ -153,10 +155,10 @@ def expert_messages(
     itemsize: int,
     microbatches: int,
 ) -> Iterator[Message]:
-    """Yield the messages of one layer's experts in one step of microbatches of `samples`.
+    """Yield the messages of one layer's experts in one step of micro-batches of `samples` samples.
 
-    If ranks have parts of a sequence, the balance loss takes the counts of the whole. Recomputation of the
-    feed-forward part, and selective recomputation, repeat what the forward pass did.
+    If ranks have parts of a sequence, the balance loss needs the counts of the whole sequence. Recomputation of the
+    feed-forward part, and selective recomputation, repeat the messages of the forward pass.
     """
     if kind.experts is UNSET:
         return
@@ -180,18 +182,18 @@ def expert_messages(
 
 
 def rank_positions(kind: LayerType, strategy: Strategy, samples: int, tensors: Mapping[str, BoundaryTensor]) -> int:
-    """Return the positions of a microbatch of `samples` that each rank sends to experts on other ranks."""
+    """Return the number of positions of a micro-batch of `samples` samples that each rank sends to experts."""
     axes = axes_of(strategy)
     return axes.rank_samples(samples) * _stream(kind, tensors).sequence_length // axes.layout.sequence.size
 
 
 def _stream(kind: LayerType, tensors: Mapping[str, BoundaryTensor]) -> BoundaryTensor:
-    """Return the tensor that experts take in and give."""
+    """Return the tensor that is the input and output of experts."""
     return next(tensors[region.leaves] for region in kind.regions if region.name == "mlp" and region.leaves)
 
 
 class _Sizes(NamedTuple):
-    """Bytes of the messages of one rank's positions to experts."""
+    """Bytes of each kind of message for one rank's positions: counts of routed rows, rows, and weights of experts."""
 
     counts: int
     rows: int
@@ -204,9 +206,9 @@ def _row_bytes(experts: Experts, positions: int, features: int, itemsize: int) -
 
 
 def _grid_messages(axes: ParameterAxes, sizes: _Sizes, replays: bool) -> Iterator[Message]:
-    """Yield the messages of a micro-batch: rows go to their experts' ranks, which may be tensor-parallel groups.
+    """Yield the messages of a micro-batch: rows are sent to their experts' ranks, which may be tensor-parallel groups.
 
-    These gather the rows that all of them get, and sum results as they scatter them.
+    Such a group gathers the rows that all of its ranks received, and reduces and scatters the results.
     """
     if (ranks := axes.experts.size) > 1:
         for size, there, back in ((sizes.counts, 1, 0), (sizes.rows, 2, 2), (sizes.weights, 1, 1)):
@@ -219,7 +221,7 @@ def _grid_messages(axes: ParameterAxes, sizes: _Sizes, replays: bool) -> Iterato
 
 
 def _passes(collective: Collective, ranks: int, size: int, forward: int, backward: int) -> Iterator[Message]:
-    """Yield messages of one size, with the number of them in each pass."""
+    """Yield messages of one size; `forward` and `backward`: their number in each pass."""
     for during, times in ((Pass.FORWARD, forward), (Pass.BACKWARD, backward)):
         if times:
             yield Message(Cause.EXPERTS, collective, ranks, size, during, times)
@@ -227,26 +229,26 @@ def _passes(collective: Collective, ranks: int, size: int, forward: int, backwar
 
 # Messages of context parallelism: keys and values of other ranks, and their gradients.
 #
-# Sources: gather, Grattafiori et al. 2024; ring, Liu et al. 2023, whose gradients go round behind keys and values.
+# Sources: gather, Grattafiori et al. 2024; ring, Liu et al. 2023, whose gradients follow keys and values.
 
 
 class KeysAndValues(NamedTuple):
-    """The keys and values of one attention, for all samples of a rank, with positions split over ranks."""
+    """The sizes of keys, values and queries of one attention, for all samples of a rank under context parallelism."""
 
     numel: int
-    """Elements of keys and values, for the positions of all ranks and the heads of one."""
+    """Number of elements of keys and values, for the positions of all ranks and the heads of one rank."""
     queries: int
-    """Elements of the queries of one rank, or of the result if it is larger."""
+    """Number of elements of the queries of one rank, or of the attention's result if it is larger."""
     ranks: int
 
 
 def keys_and_values(
     kind: LayerType, strategy: Strategy, samples: int, tensors: Mapping[str, BoundaryTensor]
 ) -> tuple[KeysAndValues, ...]:
-    """Return the keys and values of each attention of a layer for microbatches of `samples`.
+    """Return the keys and values of each attention of a layer, for micro-batches of `samples` samples.
 
-    None without context parallelism.
-    Of tensor-parallel ranks each has its heads; Ulysses repeats those of keys until its degree divides their number.
+    Empty without context parallelism. Each tensor-parallel rank has its part of the heads; Ulysses repeats key and
+    value heads until its degree divides their number.
     """
     axes = axes_of(strategy)
     if not axes.shares_context:
@@ -275,11 +277,12 @@ def context_messages(
     reduce_itemsize: int,
     microbatches: int,
 ) -> Iterator[Message]:
-    """Yield the messages of one layer's context parallelism in one step of microbatches of `samples`.
+    """Yield the messages of one layer's context parallelism in one step of micro-batches of `samples` samples.
 
-    Gathered keys and values are gathered again in the backward pass, or by the replay right before it, and their
-    gradients scattered. Round a ring of n ranks, keys and values take n-1 steps forward and as many backward, once more
-    where attention is recomputed but for selective recomputation, which keeps its result; their gradients take n.
+    `gather`: keys and values are gathered again in the backward pass, or by the replay right before it, and their
+    gradients are scattered. `ring` of n ranks: keys and values take n-1 steps in the forward pass and as many in the
+    backward pass, plus n-1 more if attention is recomputed (not in selective recomputation, which keeps attention's
+    result); their gradients take n steps.
     """
     recompute = getattr(strategy, "recompute", Recompute.NONE)
     is_ring = isinstance(strategy, LayerStrategy) and strategy.context is ContextParallel.RING
@@ -306,11 +309,12 @@ def context_messages(
 
 
 LOSS_ELEMENTS = 1 << 24
-"""Logits that the cross entropy has in float32 at a time."""
+"""Number of logits that the cross entropy converts to float32 at a time."""
 _REDUCTIONS = 2
-"""Sums of the cross entropy over the ranks for a position: of the exponentials and of the label's logit."""
+"""Number of sums of the cross entropy over the ranks for each position: of the exponentials, and of the label's
+logit."""
 _NORM_BYTES = 3 * 8
-"""Loss, squared gradient norm and the wish to stop, in float64."""
+"""Bytes of the loss, the squared gradient norm and the stop request, in float64."""
 
 
 _Crossing = tuple[Collective | None, Collective | None]
@@ -332,7 +336,7 @@ def step_messages(plan: Plan, rank: int) -> tuple[Message, ...]:
 
 
 def _assignments_bytes(model: Model) -> int:
-    """Return the bytes of the counts of positions for each expert of each layer in a step."""
+    """Return the bytes of the counters of positions for each expert of each layer in a step."""
     return 8 * sum(experts.number for kind in model.layers if (experts := model.types[kind].experts) is not UNSET)
 
 
@@ -346,11 +350,11 @@ def parameter_messages(
 ) -> Iterator[Message]:
     """Yield the messages of data parallelism for one layer in one step (Rajbhandari et al. 2020).
 
-    ZeRO cuts a dim of every parameter's tensor-parallel share into equal parts, the last ones padded; ZeRO-2
-    gathers once a step, ZeRO-3 for every forward and every backward pass (recomputation happens inside the latter; what
-    a layer at a chunk's end is spared, `gathers_spared` says).
-    If groups of ranks hold replicas of each other's parts (HSDP), each part's gradients are then summed over these.
-    Frozen parameters are gathered and have no gradients; if no backward pass goes through the layer, none gathers.
+    ZeRO cuts a dim of every parameter's tensor-parallel part into equal shards, the last ones padded. ZeRO-2 gathers
+    once a step, ZeRO-3 for every forward and every backward pass (recomputation happens inside the backward pass; for
+    gathers that are not needed at a chunk's ends, see `gathers_spared`). If groups of ranks hold replicas of each
+    other's shards (HSDP), each shard's gradients are then summed over these replicas. Frozen parameters are gathered
+    and have no gradients; if no backward pass goes through the layer, they are gathered only in the forward pass.
     """
     for group in parameter_groups(kind, strategy):
         yield from _group_messages(group, compute_itemsize, reduce_itemsize, microbatches, reduce_every_microbatch)
@@ -392,8 +396,8 @@ def _group_messages(
 def partial_gradient_bytes(kind: LayerType, strategy: Strategy, rank: int, parameter_itemsize: int) -> int:
     """Return the bytes of replicated parameters' gradients that a rank's tensor-parallel group sums once a step.
 
-    Those used inside a region are parts of a sum on every rank, the others where Megatron splits the sequence. The type
-    is that of one parameter group, its experts not cut yet (`ParameterGroup.uncut`).
+    Gradients of parameters inside a region are partial sums on every rank; the others are only if Megatron splits the
+    sequence. `kind`: the parameters of one group, with all experts (`ParameterGroup.uncut`).
     """
     axes = axes_of(strategy)
     if axes.dense.tensor.size == 1:
@@ -406,16 +410,19 @@ def partial_gradient_bytes(kind: LayerType, strategy: Strategy, rank: int, param
 def region_messages(
     model: Model, type_name: str, strategy: Strategy, samples: int, itemsize: int, microbatches: int
 ) -> Iterator[Message]:
-    """Yield the messages of tensor and sequence parallelism for one layer in one step of microbatches of `samples`.
+    """Yield the messages of tensor and sequence parallelism for one layer in one step.
 
-    They are of the positions that its ranks have under context parallelism.
-    Without sequence parallelism a region sums its output forward and the gradient of its inputs backward (Shoeybi et
-    al. 2019); Megatron's gathers and scatters the sequence instead of both, and gathers a region's inputs again in the
-    backward pass instead of keeping them (Korthikanti et al. 2022), if `regathers`; Ulysses exchanges queries, keys,
-    values and the result, and their gradients (Jacobs et al. 2023), key and value heads repeated until the degree
-    divides their number. Recomputation repeats in the backward pass what the forward pass did, but stops when it has
-    all it needs: the last sum of what is recomputed is left out, unless `replays_sum` names the kind. Selective
-    recomputation keeps the sums and repeats none. Without a backward pass there are those of the forward pass alone.
+    `samples`: of one micro-batch; under context parallelism, its ranks have only some of the positions.
+
+    Without sequence parallelism, a region sums its output in the forward pass and the gradient of its inputs in the
+    backward pass (Shoeybi et al. 2019). Megatron's gathers and scatters the sequence instead of both sums, and in the
+    backward pass gathers a region's inputs again instead of keeping them (Korthikanti et al. 2022), if `regathers`.
+    Ulysses exchanges queries, keys, values and the result, and their gradients (Jacobs et al. 2023); key and value
+    heads are repeated until the degree divides their number.
+
+    Recomputation repeats the forward pass's messages in the backward pass, but stops when it has all it needs: the last
+    sum of what is recomputed is left out, unless `replays_sum` contains the kind. Selective recomputation keeps the
+    sums and repeats none. Without a backward pass there are only the forward pass's messages.
     """
     axes = axes_of(strategy)
     kind, ranks, context = model.types[type_name], axes.region.size, axes.context.size
@@ -425,7 +432,7 @@ def region_messages(
         return
     recompute = getattr(strategy, "recompute", Recompute.NONE)
     positions = axes.rank_samples(samples) * itemsize
-    # Levels of a pyramid hand on other sizes than the embedding does: a layer's messages are of its own outputs.
+    # Levels of a pyramid pass on other sizes than the embedding does: a layer's messages have the sizes of its outputs.
     tensors = tensors_of(model, kind)
     for index, (region, regathered) in enumerate(zip(kind.regions, regathers(kind), strict=True)):
         alone = recompute.half == region.name
@@ -440,13 +447,14 @@ def region_messages(
         if region.name == "mlp" and shares_experts(strategy) and not _has_shared_experts(kind):
             continue  # each rank's positions go to experts, not to all of its group
         entering, leaving = _GATHERED_SEQUENCE if axes.gathers_sequence else _WHOLE_SEQUENCE
-        # What is gathered in a replay stays gathered until the backward pass behind it.
+        # What is gathered in a replay stays gathered until the backward pass after it.
         crossings = [(name, *entering, replays or (axes.gathers_sequence and regathered)) for name in region.enters]
         if region.leaves is not None:
             crossings.append((region.leaves, *leaving, replays and not ends and recompute is not Recompute.SELECTIVE))
         for name, forward, backward, replayed in crossings:
             length = tensors[name].sequence_length
-            # Of whole sequences only the positions with labels enter the head's matrix: that of an image's class.
+            # If sequences are whole, only the positions with labels enter the head's matrix, such as an image's class
+            # token.
             length = min(length, kind.labels) if kind.labels and not axes.gathers_sequence else length
             size = positions * length // context * tensors[name].features
             collectives = [(Pass.FORWARD, forward), (Pass.BACKWARD, backward)]
@@ -456,22 +464,22 @@ def region_messages(
 
 
 def _has_shared_experts(kind: LayerType) -> bool:
-    """Return whether some experts compute every position, with their features split over tensor-parallel ranks."""
+    """Return whether some experts compute every position, with features split over tensor-parallel ranks."""
     return kind.experts is not UNSET and kind.experts.shared_features is not UNSET
 
 
 def tensors_of(model: Model, kind: LayerType) -> dict[str, BoundaryTensor]:
-    """Return the tensors that the regions of a layer type take in and give, by name."""
+    """Return the tensors that regions of a layer type take as input and return, by name."""
     return {tensor.name: tensor for tensor in kind.outputs or model.received_by(HEAD)}
 
 
 _WHOLE_SEQUENCE: tuple[_Crossing, _Crossing] = ((None, Collective.ALL_REDUCE), (Collective.ALL_REDUCE, None))
-"""Collectives at the entry and exit of a region, forward and backward, if ranks hold whole sequences."""
+"""Collectives (forward, backward) at the entry and at the exit of a region, if ranks hold whole sequences."""
 _GATHERED_SEQUENCE: tuple[_Crossing, _Crossing] = (
     (Collective.ALL_GATHER, Collective.REDUCE_SCATTER),
     (Collective.REDUCE_SCATTER, Collective.ALL_GATHER),
 )
-"""Collectives of a region if ranks hold parts of the sequence, which it gathers and scatters again."""
+"""Collectives (forward, backward) at the entry and at the exit, if ranks hold parts of the sequence."""
 
 
 def _ulysses_messages(
@@ -497,7 +505,7 @@ def loss_messages(
 ) -> Iterator[Message]:
     """Yield the messages of the cross entropy over a sharded vocabulary: a maximum and two sums for each position.
 
-    They are computed in float32 at least.
+    They are sent in float32, or a wider compute format.
     """
     axes = axes_of(strategy)
     ranks, labels = axes.dense.tensor.size, axes.rank_samples(samples) * kind.labels // axes.context.size
@@ -517,10 +525,10 @@ def redistribution_messages(
     microbatches: int,
     backward: bool = True,
 ) -> Iterator[Message]:
-    """Yield a rank's messages in a step when tensors change layout: an uneven all_to_all each, and one back.
+    """Yield a rank's messages in a step when tensors change layout: an uneven all_to_all for each, and one back.
 
-    If they have no gradient (`backward` is False) there is none back. A rank that keeps all it has takes part in
-    none. Recomputation does not repeat it: the layer's input is kept as it arrived.
+    If the tensors have no gradient (`backward` is False), there is none back. A rank that exchanges nothing with others
+    takes part in none. Recomputation does not repeat these messages: the layer's input is kept as it arrived.
     """
     if source == target:
         return
@@ -560,7 +568,7 @@ def _chunk_messages(plan: Plan, rank: int, stage: int, chunk: int) -> Iterator[M
 
 
 def _sends(plan: Plan, rank: int, stage: int) -> Iterator[Message]:
-    """Yield a message to each rank of a neighbouring pipeline stage that wants a piece of a tensor."""
+    """Yield a message to each rank of a neighbouring pipeline stage that needs a piece of a tensor."""
     me, itemsize = plan.stages[stage].ranks.index(rank), ITEMSIZE[plan.precision.compute]
     for cut in sending_cuts(plan):
         for during, (sender, _), _ in cut.ways(needs_gradient(plan, *cut.target)):
@@ -572,7 +580,7 @@ def _sends(plan: Plan, rank: int, stage: int) -> Iterator[Message]:
 
 
 def _partial_sums(plan: Plan, rank: int, stage: int) -> Iterator[Message]:
-    """Yield a message for each tensor axis of the pipeline stage's layers."""
+    """Yield the sums of replicated parameters' gradients, a message for each tensor axis of the stage's layers."""
     me, itemsize = plan.stages[stage].ranks.index(rank), ITEMSIZE[plan.precision.parameters]
     sizes: Counter[Axis] = Counter()
     for chunk in range(len(plan.stages[stage].layers)):
@@ -595,7 +603,7 @@ def _tied_parameter_messages(plan: Plan, rank: int) -> Iterator[Message]:
 
 
 def _padded(parameters: Sequence[Parameter], parts: int, ranks: int) -> int:
-    """Return the number of elements of tensor-parallel parts that are padded to equal shards."""
+    """Return the number of elements of tensor-parallel parts after padding to `ranks` equal shards."""
     return ranks * sum(parameter.shard_numel(parts, ranks) for parameter in parameters)
 
 
@@ -603,16 +611,17 @@ def _padded(parameters: Sequence[Parameter], parts: int, ranks: int) -> int:
 
 
 GRADIENT_BUCKET_BYTES = 25 * 2**20
-"""The most that gradients are brought together to, as much as PyTorch's DistributedDataParallel does (Li et al. 2020).
+"""Size limit of gradients that are reduced in one message, the same as in PyTorch's DistributedDataParallel (Li et al.
+2020).
 
-Enough for a message to be as fast a byte as any; and no more, for what is brought together is copied.
+Large enough for full bandwidth, and not larger, because the gradients of a bucket are copied together.
 """
 
 
 def gradient_buckets(sizes: Sequence[int]) -> Iterator[range]:
-    """Yield the range of gradients in each bucket, in order, given their bytes.
+    """Yield the range of gradients in each bucket, in order; `sizes`: bytes of each gradient.
 
-    A gradient as large as a bucket is separate.
+    A gradient of at least a bucket's size gets a bucket of its own.
     """
     start = held = 0
     for number, size in enumerate(sizes):
@@ -625,6 +634,6 @@ def gradient_buckets(sizes: Sequence[int]) -> Iterator[range]:
 
 
 def copied_bucket_bytes(sizes: Sequence[int]) -> int:
-    """Return the largest copy that filling buckets needs; a gradient that is a separate bucket is reduced in place."""
+    """Return the bytes of the largest copy that filling buckets needs; a gradient alone in its bucket is not copied."""
     copied = (sum(sizes[i] for i in bucket) for bucket in gradient_buckets(sizes) if len(bucket) > 1)
     return max(copied, default=0)

@@ -1,4 +1,4 @@
-"""Medians over repeats, and differences of two plans that were stepped in turns, with their standard errors."""
+"""Medians over repeats, and differences of two plans that were stepped alternately, with their standard errors."""
 
 from collections.abc import Sequence
 from math import inf, sqrt
@@ -6,7 +6,8 @@ from statistics import median, quantiles
 from typing import NamedTuple
 
 MAX_RELATIVE_ERROR = 0.2
-"""A difference whose standard error is a larger share of it is measured again, and reported if that does not help."""
+"""Highest accepted ratio of a difference's standard error to the difference: above it, it is measured again, and
+reported if that does not help."""
 
 
 class Duration(NamedTuple):
@@ -21,12 +22,12 @@ class Duration(NamedTuple):
         return self.error_s / self.median_s if self.median_s > 0 else inf
 
     def scaled(self, by: float) -> "Duration":
-        """Return a duration multiplied by a factor."""
+        """Return the duration and its error multiplied by a factor."""
         return Duration(by * self.median_s, by * self.error_s)
 
 
 def median_of(repeats: Sequence[float]) -> Duration:
-    """Return the median, and its error from quartiles: 1.253 sigma / sqrt(n), sigma = IQR / 1.349 (normal scatter)."""
+    """Return the median, and its error from quartiles: 1.253 sigma / sqrt(n), sigma = IQR / 1.349 (normal errors)."""
     if len(repeats) < 2:
         return Duration(median(repeats), 0.0)
     low, _, high = quantiles(repeats, n=4, method="inclusive")
@@ -34,5 +35,5 @@ def median_of(repeats: Sequence[float]) -> Duration:
 
 
 def paired_difference(few: Sequence[float], many: Sequence[float]) -> Duration:
-    """Return the second minus the first, paired by round, so that whatever slows a whole round cancels."""
+    """Return the median of `many` minus `few`, paired by round, so that whatever slows a whole round cancels."""
     return median_of([more - less for less, more in zip(few, many, strict=True)])

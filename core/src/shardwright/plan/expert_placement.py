@@ -1,4 +1,4 @@
-"""Placed experts: which ranks hold which of a layer's experts, if these are not neighbours."""
+"""Placement of experts: which ranks hold which of a layer's experts, if groups do not hold neighbouring experts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -10,16 +10,16 @@ from shardwright.types import ExpertLoad, Model, Plan
 
 
 def experts_by_place(plan: Plan, layer: str) -> tuple[int, ...] | None:
-    """Return the number of the expert at each place of `layers[i]`, group after group; None if they are in order."""
+    """Return the expert at each place of `layers[i]`, group after group; None if experts are in ascending order."""
     if plan.expert_placement is UNSET or not layer.startswith("layers["):
         return None
     return tuple(chain.from_iterable(plan.expert_placement[int(layer[len("layers[") : -1])])) or None
 
 
 def neighbours(order: Sequence[int], low: int, high: int) -> Iterator[tuple[slice, tuple[int, int]]]:
-    """Yield the runs of neighbouring experts at places from `low` to `high` of an order.
+    """Yield the runs of neighbouring experts at the places from `low` to `high` of an order.
 
-    Each is where it lies, counted from `low`, and the half-open range of its experts.
+    Each is the slice of its places, counted from `low`, and the half-open range of its experts.
     """
     start = low
     for place in range(low + 1, high + 1):
@@ -28,11 +28,11 @@ def neighbours(order: Sequence[int], low: int, high: int) -> Iterator[tuple[slic
             start = place
 
 
-# The imbalance of a model's layers by a logged load of experts: how much more the fullest rank gets than the mean.
+# The imbalance of a model's layers according to a logged load of experts: the load of the fullest rank over the mean.
 
 
 def expert_slices(model: Model) -> Mapping[int, slice]:
-    """Return the place of each layer's experts, by its number, in a row of the experts of all layers in order."""
+    """Return the slice of each layer's experts in a row of the experts of all layers, by the layer's number."""
     slices, start = {}, 0
     for layer, name in enumerate(model.layers):
         if (experts := model.types[name].experts) is not UNSET:
@@ -43,7 +43,8 @@ def expert_slices(model: Model) -> Mapping[int, slice]:
 def load_misfit(load: ExpertLoad, model: Model) -> str | None:
     """Return why a load does not match a model's experts, or None if it does.
 
-    Each layer that the load names has as many experts, and of each type of layer with experts at least one is named.
+    Each layer of the load must have as many shares as experts, and the load must have at least one layer of each type
+    that has experts.
     """
     for one in load.layers:
         kind = model.types[model.layers[one.layer]] if one.layer < len(model.layers) else None
@@ -58,9 +59,9 @@ def load_misfit(load: ExpertLoad, model: Model) -> str | None:
 
 
 def imbalances(load: ExpertLoad, model: Model, ep_size: int) -> Mapping[str, float]:
-    """Return the imbalance of experts in `ep_size` groups by type of layer: the mean over its layers.
+    """Return the imbalance of experts in `ep_size` groups, by layer type: the mean over the type's layers.
 
-    Other types are not in it. Raises ValueError if `ep_size` does not divide the experts of a layer.
+    Types without experts are omitted. Raises ValueError if `ep_size` does not divide the experts of a layer.
     """
     of_type: dict[str, list[float]] = {}
     for one in load.layers:

@@ -11,7 +11,7 @@ from shardwright.types.hardware_profile import CollectiveKey, GroupKind, Hardwar
 
 
 def groups_by_kind(groups: ArrayLike, node_of_rank: Sequence[int] | NDArray[Any]) -> dict[GroupKind, NDArray[Any]]:
-    """Return groups of ranks [groups, size] by kind, which states how a group's ranks are placed on nodes."""
+    """Return groups of ranks [groups, size] by their kind, which describes how a group's ranks are placed on nodes."""
     members, nodes = np.asarray(groups), np.asarray(node_of_rank)
     group, _, ranks = ranks_on_nodes(members, nodes)
     most = np.zeros(len(members), int)
@@ -22,7 +22,7 @@ def groups_by_kind(groups: ArrayLike, node_of_rank: Sequence[int] | NDArray[Any]
 
 
 def ranks_on_nodes(groups: NDArray[Any], nodes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Return, for each group and each of its nodes: the group, the node, and the number of its ranks on that node."""
+    """Return, for each group and each of its nodes: the group, the node, and how many of its ranks are on the node."""
     nodes_of_members = nodes[groups]
     if (
         nodes_of_members[:, 1:] < nodes_of_members[:, :-1]
@@ -40,10 +40,10 @@ def ranks_on_nodes(groups: NDArray[Any], nodes: NDArray[Any]) -> tuple[NDArray[A
 
 @lru_cache(maxsize=4096)
 def nearest_measured(profile: HardwareProfile, key: CollectiveKey) -> CollectiveKey | None:
-    """Return the measured key for a kind of message: the same, else the fastest measured kind that is no faster.
+    """Return the measured key for a kind of message: the same key, else the fastest measured one that is not faster.
 
-    Those are among as many ranks or more; if the group lies on several nodes, with as few ranks on each or fewer,
-    so that as many groups or more share a node's network. None if there are none.
+    Candidates have at least as many ranks as the key's group. If that group spans several nodes, they also have at most
+    as many ranks per node, so that at least as many groups share a node's network. None if there is no candidate.
     """
     if key in profile.curves:
         return key
@@ -66,7 +66,7 @@ def nearest_measured(profile: HardwareProfile, key: CollectiveKey) -> Collective
 def seconds_on(profile: HardwareProfile, key: CollectiveKey, num_bytes: float) -> float:
     """Return the time of a measured kind of message: linear between sizes, constant below, the last slope above.
 
-    If noise makes the last segment fall, the largest size's own bandwidth stands in.
+    If the time falls in the last segment because of noise, the bandwidth at the largest size is used instead.
     """
     sizes, times_s = profile.curves[key]
     if num_bytes <= sizes[-1]:

@@ -13,7 +13,7 @@ from shardwright.types import LayerStrategy, LayerType, Parameter, Plan, Strateg
 
 
 class Transfer(NamedTuple):
-    """A block of a tensor that moves between ranks (or stays) when the layout changes; ranks within a stage."""
+    """A block of a tensor that moves between ranks, or stays, when the layout changes; ranks count within a stage."""
 
     source: int
     target: int
@@ -27,8 +27,8 @@ Box = tuple[tuple[int, int], ...]
 def parameter_box(parameter: Parameter, strategy: Strategy, rank: int) -> Box:
     """Return the block of a parameter that a rank of its stage stores; the last shard of a dim may be smaller.
 
-    Expert and tensor parallelism cut `ep_dim` and `tp_dim` first; ZeRO then cuts a dim of what is left, `states_dim`,
-    mostly the first, among neighbouring data-parallel ranks, `shard_size` of them or all.
+    Expert and tensor parallelism split `ep_dim` and `tp_dim` first. ZeRO then splits a dim of this part, `states_dim`
+    (usually the first), over `shard_size` neighbouring data-parallel ranks, or over all of them.
     """
     if isinstance(strategy, LayerStrategy) and (grid := strategy.expert_grid) and parameter.ep_dim is not UNSET:
         strategy = grid
@@ -48,7 +48,7 @@ def parameter_box(parameter: Parameter, strategy: Strategy, rank: int) -> Box:
 
 
 def overlap(first: Box, second: Box) -> Box | None:
-    """Return the common part of two boxes, or None."""
+    """Return the common part of two boxes, or None if there is none."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
     return None if any(low >= high for low, high in common) else common
 
@@ -63,9 +63,10 @@ def _share(whole: tuple[int, int], parts: int, index: int) -> tuple[int, int]:
 def redistribution_plan(source: Layout, target: Layout, samples: int, sequence_length: int) -> tuple[Transfer, ...]:
     """Return the blocks that move between ranks, or stay, when a micro-batch changes from one layout to another.
 
-    Each element of the target is served exactly once, and no rank gets two pieces from another. If the source is
-    replicated, a rank serves itself if it can, else the replicas are divided among those who ask. Layouts of unequal
-    width are of two pipeline stages, whose ranks have nothing in common: all pieces move, and replicas take turns.
+    Each element of the target is received exactly once, and no rank receives two pieces from the same rank. If the
+    source is replicated, a rank serves itself if it can; otherwise the receivers are divided among the replicas.
+    Layouts of different width belong to two pipeline stages, which have no rank in common: all pieces move, and the
+    replicas send alternately.
     """
     transfers = []
     apart = source.stage_size != target.stage_size
@@ -101,7 +102,7 @@ def closed_groups(source: Layout, target: Layout, samples: int, sequence_length:
 
 
 def sent_numel(source: Layout, target: Layout, samples: int, sequence_length: int, features: int) -> tuple[int, ...]:
-    """Return the elements that each rank sends when the layout changes, forward; backward is the reverse change."""
+    """Return the number of elements that each rank sends forward when the layout changes; backward is the reverse."""
     sent = [0] * source.stage_size
     apart = source.stage_size != target.stage_size
     for transfer in redistribution_plan(source, target, samples, sequence_length):
@@ -110,23 +111,23 @@ def sent_numel(source: Layout, target: Layout, samples: int, sequence_length: in
     return tuple(sent)
 
 
-# The order in which a plan lays out the positions of a sample, so that causal attention is as much work everywhere.
+# The order in which a plan lays out the positions of a sample, so that causal attention is the same work on every rank.
 
 
 def position_order(plan: Plan, causal: bool) -> tuple[int, ...] | None:
-    """Return the positions of a sample in the order in which a plan's ranks have them; None if it is unchanged.
+    """Return the positions of a sample in the order in which a plan's ranks hold them; None if it is unchanged.
 
-    They keep their order where no rank attends to positions of others, and where attention is not causal.
+    The order is unchanged if no rank attends to positions of other ranks, and if attention is not causal.
     """
     parts = max(strategy.cp_size for strategy in (plan.embedding, *plan.layers, plan.head))
     return zigzag(plan.model.sequence_length, parts) if causal and parts > 1 else None
 
 
 def zigzag(length: int, parts: int) -> tuple[int, ...]:
-    """Return the positions of a sample in 2 x parts equal chunks: the first, the last, the second, the last but one.
+    """Return the positions of a sample in 2 x parts equal chunks: first, last, second, last but one, and so on.
 
-    Under a causal mask each pair of chunks is as much work as another (Grattafiori et al. 2024), so that contiguous
-    shares of whole pairs are, for every number of ranks that divides `parts`.
+    Under a causal mask every pair of chunks is the same work (Grattafiori et al. 2024). Hence contiguous shares of
+    whole pairs are the same work, too, for every number of ranks that divides `parts`.
     """
     size = length // (2 * parts)
     chunks = (chunk for pair in range(parts) for chunk in (pair, 2 * parts - 1 - pair))
@@ -140,11 +141,11 @@ class ParameterGroup(NamedTuple):
     """The parameters of a layer type that are sharded by one strategy."""
 
     kind: LayerType
-    """The type with only these parameters; for experts, with the parameters of one group of experts."""
+    """The layer type with only these parameters; for experts, with the parameters of one group of experts."""
     strategy: Strategy
 
     def without(self, names: Set[str]) -> "ParameterGroup":
-        """Return the group without the parameters of these names."""
+        """Return the group without the parameters that have these names."""
         kept = tuple(p for p in self.kind.parameters if p.name not in names)
         return self._replace(kind=replace(self.kind, parameters=kept))
 
@@ -155,7 +156,7 @@ class ParameterGroup(NamedTuple):
 
 
 def parameter_groups(kind: LayerType, strategy: Strategy) -> tuple[ParameterGroup, ...]:
-    """Return the groups of a layer's parameters, experts last."""
+    """Return the groups of a layer's parameters: experts are the last group if they have a separate strategy."""
     if not isinstance(strategy, LayerStrategy) or strategy.experts is UNSET:
         return (ParameterGroup(kind, strategy),)
     return _with_experts(kind, strategy)

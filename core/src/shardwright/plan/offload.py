@@ -1,4 +1,4 @@
-"""States that stay in host memory: which plans may have them, and their bytes."""
+"""States in host memory: which plans may offload them, and their bytes."""
 
 from collections.abc import Iterable
 from math import prod
@@ -12,14 +12,15 @@ from shardwright.plan.schedules.registry import schedule_of
 from shardwright.types import ITEMSIZE, LayerStrategy, Plan, Schedule
 
 BUFFERS = 3
-"""Buffers of the states of a parameter: one goes back, one is updated, one comes."""
+"""Number of device buffers for the states of one parameter: one is copied to the host, one is updated, one is
+filled."""
 
 
 def check_offload(plan: Plan, file: object) -> None:
-    """Raise BadInput if a plan keeps in host memory what cannot be there.
+    """Raise BadInput if a plan offloads what must stay on the device.
 
-    That is, states that its optimizer needs on the device all at once, or activations under a schedule or compilation
-    that does not support moving them.
+    These are states that the plan's optimizer needs on the device all at once, and activations under a schedule or
+    compilation that does not support moving them.
     """
     offloads = next((i for i, layer in enumerate(plan.layers) if layer.offloads_optimizer), None)
     if offloads is not None and not can_offload(OPTIMIZERS[plan.optimizer]):
@@ -36,19 +37,19 @@ def check_offload(plan: Plan, file: object) -> None:
 
 
 def can_offload(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer updates one parameter after another, so that states can come in turns."""
+    """Return whether an optimizer updates one parameter after another, so that only a few states are on the device."""
     return not optimizer.whole_matrices
 
 
 def copied_bytes(sizes: Iterable[int]) -> int:
-    """Return the bytes of the buffers, each of which holds the states of any parameter, given these."""
+    """Return the bytes of the device buffers, each of which can hold any parameter's states; `sizes`: their bytes."""
     return BUFFERS * max(sizes, default=0)
 
 
 def host_inputs(plan: Plan, rank: int) -> int:
-    """Return the bytes of layers' inputs that a rank keeps in host memory at most at once.
+    """Return the most bytes of layers' inputs that a rank keeps in host memory at once.
 
-    That is all that recomputed layers keep; others keep more.
+    Recomputed layers keep nothing else; layers without recomputation keep more, which is not included.
     """
     stage = plan.stage_of_rank(rank)
     me = plan.stages[stage].ranks.index(rank)
@@ -64,7 +65,7 @@ def host_inputs(plan: Plan, rank: int) -> int:
 
 
 def host_states(plan: Plan, rank: int) -> tuple[int, ...]:
-    """Return the bytes of states, and of parameters that the host updates, in a rank's host memory, by parameter."""
+    """Return the bytes in a rank's host memory by parameter: of states, and of the parameters that the host updates."""
     optimizer, stage = OPTIMIZERS[plan.optimizer], plan.stage_of_rank(rank)
     me, stored = plan.stages[stage].ranks.index(rank), plan.precision.parameters
     sizes = []

@@ -30,38 +30,40 @@ def described_ranks(description: str) -> tuple[int, ...]:
 
 
 EDGE_CHANNELS = 4
-"""NCCL channels of an edge, an assumption: they carry more than a network of 400 Gbit/s, and hold 4 multiprocessors."""
+"""NCCL channels of an edge, an assumption: more than enough for a network of 400 Gbit/s; they occupy 4
+multiprocessors."""
 _CHANNELS = 24
 _BUFFER_BYTES = 10 * 2**20
 COMMUNICATOR_BYTES = _CHANNELS * 2 * _BUFFER_BYTES
-"""Buffers of an NCCL communicator, an assumption: 24 channels, to and from the next rank of a ring.
+"""Bytes of the buffers of an NCCL communicator, an assumption: 24 channels, to and from the next rank of a ring.
 
-Each has a buffer for each of NCCL's protocols, of which the largest has 4 MiB (NCCL_BUFFSIZE): together at most 10 MiB.
+Each channel has a buffer for each of NCCL's protocols, the largest of 4 MiB (NCCL_BUFFSIZE): together at most 10 MiB.
 """
 _EDGE_SHARE = 4
-"""Size of a communicator in edges: an edge has `EDGE_CHANNELS` to and from its other rank, made with the communicator,
-and as many again one way, made with the first message: 4 x 3 buffers of 24 x 2."""
+"""Ratio of a communicator's memory to an edge's memory. An edge has `EDGE_CHANNELS` to and from its other rank, created
+with the communicator, and as many again in one direction, created with the first message: 4 x 3 buffers instead of 24 x
+2."""
 
 
 class Purpose(StrEnum):
     """Purposes of process groups."""
 
     WORLD = "all ranks"
-    """Loss, gradient norm and the wish to stop."""
+    """Loss, gradient norm and stop requests."""
     TENSOR_PARALLEL = "tensor parallelism"
-    """Activations that enter and leave matrices that the ranks share."""
+    """Activations that enter and leave matrices that are sharded over the ranks."""
     EXCHANGE = "exchanges of activations"
-    """Redistribution between layouts, Ulysses, rows for experts, and matrices that are updated whole."""
+    """Redistribution between layouts, Ulysses, rows for experts, and matrices that are updated as a whole."""
     CONTEXT = "context parallelism"
-    """Keys and values that positions of other ranks attend to."""
+    """Keys and values of positions to which other ranks' positions attend."""
     DATA_PARALLEL = "data parallelism"
-    """Parameters are gathered, gradients summed."""
+    """Gathered parameters and summed gradients."""
     TIED_PARAMETERS = "tied parameters"
-    """Gradients of parameters that several layers hold replicas of."""
+    """Gradients of parameters that are replicated in several layers."""
     EDGE = "an edge of the pipeline"
-    """Messages of one pass, from one rank to another."""
+    """Messages of one kind of pass, from one rank to another."""
     ONE_RANK = "one rank"
-    """The axes of a rank that shares nothing."""
+    """Groups of a single rank, along axes over which nothing is split."""
 
 
 class PlannedGroup(NamedTuple):
@@ -69,11 +71,11 @@ class PlannedGroup(NamedTuple):
 
     purpose: Purpose
     ranks: tuple[int, ...]
-    """Ranks of the group; for an edge the sender, then the receiver."""
+    """Ranks of the group; for an edge, the sender, then the receiver."""
     during: Pass | None = None
-    """The pass whose messages go over an edge."""
+    """For an edge, the kind of pass whose messages it carries."""
     around: bool = False
-    """True for an edge that leads back to an earlier pipeline stage, or, in a backward pass, the reverse."""
+    """True for an edge that leads back to an earlier pipeline stage, and for its reverse in the backward pass."""
 
     @property
     def description(self) -> str:
@@ -83,7 +85,7 @@ class PlannedGroup(NamedTuple):
 
 
 def process_groups(plan: Plan) -> tuple[PlannedGroup, ...]:
-    """Return the groups of a plan except the group of all ranks, each once, in order of creation."""
+    """Return the groups of a plan except the group of all ranks, each once, in the order of their creation."""
     groups: dict[PlannedGroup, None] = {}
     for stage in range(len(plan.stages)):
         for chunk in range(len(plan.stages[stage].layers)):
@@ -98,8 +100,8 @@ def process_groups(plan: Plan) -> tuple[PlannedGroup, ...]:
 def communicators(plan: Plan) -> tuple[Mapping[Purpose, int], ...]:
     """Return, for each rank, its number of NCCL communicators by purpose; groups of one rank need none.
 
-    It is the number of `process_groups` that a rank is in. Those along an axis are counted without being made: each
-    rank of a stage is in one of them, and no two axes have a group in common. Ranks with the same counts share them.
+    This is the number of groups of `process_groups`, and the group of all ranks, that contain the rank. Groups along an
+    axis are counted without building them: each rank of a stage is in one of them, and no group is along two axes.
     """
     incoming = {cut.target: cut.after for cut in cuts(plan)}
     exchanges, edges, found = [0] * plan.world_size, _num_edges(plan), dict[int, Mapping[Purpose, int]]()
@@ -112,7 +114,7 @@ def communicators(plan: Plan) -> tuple[Mapping[Purpose, int], ...]:
         axes = {axis for strategy, _ in layers for axis in strategy_axes(strategy)}
         if OPTIMIZERS[plan.optimizer].whole_matrices and len(stage.ranks) > 1:
             axes.add((Purpose.EXCHANGE, Axis(len(stage.ranks))))
-        if apart := {ranks for _, groups in layers for ranks in groups}:  # which may be along an axis, too
+        if apart := {ranks for _, groups in layers for ranks in groups}:  # these may be along an axis, too
             along = {axis for purpose, axis in axes if purpose is Purpose.EXCHANGE}
             apart.update(*(axis.groups(stage.ranks) for axis in along))
             axes = {(purpose, axis) for purpose, axis in axes if purpose is not Purpose.EXCHANGE}
@@ -130,7 +132,7 @@ def communicators(plan: Plan) -> tuple[Mapping[Purpose, int], ...]:
 
 
 def _num_edges(plan: Plan) -> list[int]:
-    """Return how many edges each rank has to ranks of other stages, of both directions and each kind of pass."""
+    """Return each rank's number of edges to ranks of other stages, in both directions and for each kind of pass."""
     edges, known = [0] * plan.world_size, dict[object, set[tuple[int, int]]]()
     for cut in sending_cuts(plan):
         for kind, (source, _), (target, _) in cut.ways():
@@ -146,7 +148,7 @@ def _num_edges(plan: Plan) -> list[int]:
 
 
 def communicator_bytes(counted: Mapping[Purpose, int], of_each: int = COMMUNICATOR_BYTES) -> int:
-    """Return the device memory of a rank's communicators: `of_each` for each, less for those between stages."""
+    """Return the device memory of a rank's communicators: `of_each` for each, less for edges between stages."""
     edges = counted.get(Purpose.EDGE, 0)
     return of_each * (sum(counted.values()) - edges) + edges * of_each // _EDGE_SHARE
 
@@ -168,7 +170,7 @@ def strategy_groups(strategy: Strategy, ranks: tuple[int, ...]) -> Iterator[Plan
 
 @lru_cache(maxsize=1 << 14)
 def strategy_axes(strategy: Strategy) -> frozenset[tuple[Purpose, Axis]]:
-    """Return the axes of `strategy_groups` that more than one rank is on: each rank of a stage has a group on each."""
+    """Return the axes of `strategy_groups` with more than one rank; each rank of a stage is in one group along each."""
     axes = axes_of(strategy)
     kinds = [(Purpose.TENSOR_PARALLEL, axes.dense.tensor), (Purpose.EXCHANGE, axes.dense.experts)]
     kinds += [(Purpose.DATA_PARALLEL, axis) for axis in axes.dense.state_axes]
@@ -179,7 +181,7 @@ def strategy_axes(strategy: Strategy) -> frozenset[tuple[Purpose, Axis]]:
 
 
 def planned_group(purpose: Purpose, ranks: tuple[int, ...]) -> PlannedGroup:
-    """Return the group of ranks along an axis; groups of a single rank are the same for all purposes."""
+    """Return the group of ranks along an axis; for a single rank it is the same for all purposes."""
     return PlannedGroup(purpose if len(ranks) > 1 else Purpose.ONE_RANK, ranks)
 
 
@@ -195,9 +197,9 @@ def _of_chunk(plan: Plan, stage: int, chunk: int) -> Iterator[PlannedGroup]:
 def _layers(
     plan: Plan, stage: int, chunk: int, current: Layout | None
 ) -> Iterator[tuple[Strategy, tuple[tuple[int, ...], ...]]]:
-    """Yield the strategy of each layer of a chunk, and the ranks that exchange activations for its layout.
+    """Yield the strategy of each layer of a chunk, and the groups of ranks that exchange activations for its layout.
 
-    `current` is the layout in which the chunk receives its input.
+    `current`: the layout in which the chunk receives its input.
     """
     ranks = plan.stages[stage].ranks
     for name, _, strategy in chunk_layers(plan, stage, chunk):

@@ -1,4 +1,4 @@
-"""The refusal of plan fields that a command does not support: a new field is dropped nowhere in silence."""
+"""The refusal of plan fields that a command does not support, so that no command ignores a new field silently."""
 
 from collections.abc import Collection, Iterator
 
@@ -8,7 +8,7 @@ from msgspec.structs import fields
 from shardwright.io import BadInput
 from shardwright.types import Plan
 
-# Written out, not read from the types: a field that is added there is refused until each command supports it.
+# Listed here, not derived from the types: a field that is added there is refused until each command supports it.
 _SUPPORTED = {
     *("name", "model", "cluster", "global_batch_size", "num_microbatches", "schedule", "gradient_reduction"),
     *("precision", "attention", "fused", "compile", "stages", "embedding", "head", "layers"),
@@ -21,15 +21,15 @@ _OF_STRATEGY = {
     *("experts.ep_size", "experts.etp_size", "experts.data_parallel", "experts.shard_size"),
 }
 _SUPPORTED |= {f"{holder}.{name}" for holder in ("embedding", "head", "layers") for name in _OF_STRATEGY}
-"""Fields of plans that every command supports or refuses in words of its own."""
+"""Fields of plans that every command supports, or refuses with its own message."""
 _SEPARATE = ("model", "cluster")
-"""Parts of a plan that are documents of their own."""
+"""Parts of a plan that are documents themselves."""
 
 
 def check_fields(plan: Plan, file: object, command: str, others: Collection[str] = ()) -> None:
-    """Raise BadInput for the first field of a plan that is set and that a command does not support.
+    """Raise BadInput for the first field of a plan that is set but not supported by a command.
 
-    `others` are fields that only some commands support, this one among them: `layers.offload`.
+    `others`: fields that only some commands support, including this one, such as `layers.offload`.
     """
     for where, field in _set_fields(plan):
         if field not in _SUPPORTED and field not in others:
@@ -37,9 +37,9 @@ def check_fields(plan: Plan, file: object, command: str, others: Collection[str]
 
 
 def _set_fields(value: Struct, where: str = "", name: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each field that is not at its default: its place, such as `layers[3].recompute`, and `layers.recompute`.
+    """Yield each field that is not at its default, as `layers[3].recompute` and as `layers.recompute`.
 
-    Structs that occur in a plan many times, as equal layers do, are looked at once.
+    Equal structs in one list, such as equal layers, are examined only once.
     """
     for field in fields(value):
         content = getattr(value, field.name)

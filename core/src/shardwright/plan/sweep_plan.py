@@ -1,4 +1,4 @@
-"""The plan of a sweep: which collectives are timed among which ranks, and at which sizes."""
+"""The plan of a sweep: which collectives are timed, among which ranks, and at which sizes."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -13,17 +13,17 @@ from shardwright.types import Cluster
 from shardwright.types.hardware_profile import Collective, CollectiveKey, GroupKind
 
 _ALWAYS_BYTES = 1024 * 1024
-"""Sizes up to this one are timed however short the time budget is."""
+"""Sizes up to this one are timed no matter how short the time budget is."""
 SIZE_STEP = 4
 """The factor between one message size and the next."""
 COMPUTE_RATIOS = (0.5, 1.0, 2.0)
-"""Times of the computations that overlap with a collective, over the collective's own time."""
+"""Times of the computations that a collective is overlapped with, relative to the collective's own time."""
 
 _MIN_OVERLAP_BYTES = 4096
 _OVERLAPPED = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
-"""Collectives of data parallelism, which are overlapped with the computation."""
+"""Collectives of data parallelism, which are timed while overlapped with a computation."""
 _PAIR_BYTES = {"cpu": _ALWAYS_BYTES, "cuda": 16 * _ALWAYS_BYTES}
-"""The larger message of a pair: on GPUs 1 MiB takes hardly longer than nothing."""
+"""Bytes of the larger message of a pair: on GPUs, 1 MiB takes hardly longer than an empty message."""
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -32,7 +32,7 @@ class CollectiveKind(NamedTuple):
     """A collective and the disjoint groups of one kind that run it at the same time.
 
     The groups of p2p are pairs (sender, receiver). Training uses all groups of a mesh axis at once, so that they share
-    the links of a node: a group timed alone would be too fast.
+    the links of a node: a group timed by itself would be too fast.
     """
 
     key: CollectiveKey
@@ -43,7 +43,7 @@ class CollectiveKind(NamedTuple):
 
 
 class PairRound(NamedTuple):
-    """Disjoint pairs (sender, receiver), one distance apart, that send a message of one size at the same time."""
+    """Disjoint pairs (sender, receiver) of ranks at equal distance that send messages of one size at the same time."""
 
     pairs: Groups
     message_bytes: int
@@ -54,7 +54,7 @@ class PairRound(NamedTuple):
 
 
 class SizeRange(NamedTuple):
-    """The smallest and the largest requested message, in bytes, and the sizes between them."""
+    """The smallest and the largest requested message in bytes, which define the sizes to time."""
 
     min_bytes: int
     max_bytes: int
@@ -68,27 +68,27 @@ class SizeRange(NamedTuple):
         return tuple(dict.fromkeys(sizes))
 
     def always(self, group_size: int) -> tuple[int, ...]:
-        """Return the sizes that are timed however short the time budget is: up to the first that reaches 1 MiB."""
+        """Return the sizes that are timed no matter how short the budget is: up to the first of at least 1 MiB."""
         sizes = self.all(group_size)
         return sizes[: 1 + sum(size < _ALWAYS_BYTES for size in sizes)]
 
     def overlapped(self, group_size: int) -> tuple[int, ...]:
         """Return the sizes that are timed while overlapped with a computation: every second one.
 
-        The largest of `always` is among them; those under 4 KiB are not, unless there are no others.
+        The largest size of `always` is included; sizes below 4 KiB are excluded, unless there are no others.
         """
         sizes, always = self.all(group_size), len(self.always(group_size))
         chosen = [size for number, size in enumerate(sizes, start=1) if (number - always) % 2 == 0]
         return tuple(size for size in chosen if size >= _MIN_OVERLAP_BYTES) or tuple(chosen[-1:])
 
     def of_pairs(self, device_type: str) -> tuple[int, ...]:
-        """Return the one or two sizes that links are timed at."""
+        """Return the one or two sizes at which links are timed."""
         small = min(-(-size // 4) * 4 for size in self)
         return tuple(sorted({small, max(small, min(self.max_bytes, _PAIR_BYTES[device_type]) // 4 * 4)}))
 
 
 class SweepPlan(NamedTuple):
-    """Messages to time, in their order, after the rates."""
+    """The messages to time, in order; they are timed after the rates."""
 
     kinds: tuple[CollectiveKind, ...]
     rounds: tuple[PairRound, ...]
@@ -109,9 +109,9 @@ class SweepPlan(NamedTuple):
 def collective_kinds(cluster: Cluster) -> tuple[CollectiveKind, ...]:
     """Return the collectives for each kind of group that layouts on the cluster have, and p2p of near and far ranks.
 
-    The groups of a layout are cut out of blocks of neighbouring ranks, a stride apart, where sizes and strides divide
-    the devices of the cluster, or of a node. Of layouts with groups of the same kind that with the largest stride
-    stands for all; if its groups are of several kinds, those of each are timed at once.
+    The groups of a layout are cut out of blocks of neighbouring ranks, a stride apart; sizes and strides divide the
+    devices of the cluster, or of a node. If several layouts have groups of the same kind, the layout with the largest
+    stride represents all of them; if its groups are of several kinds, the groups of each kind are timed at once.
     """
     groups_by_key: dict[CollectiveKey, Groups] = {}
     for keys, groups in messages_alike(cluster):
@@ -146,7 +146,7 @@ def overlap_keys(
 ) -> tuple[CollectiveKey, ...]:
     """Return the keys that are timed while overlapped with a computation: each group size inside and across nodes.
 
-    Of groups of one size across nodes those with the fewest ranks on a node are taken, as data parallelism has them.
+    Among groups of one size across nodes, those with the fewest ranks per node are chosen, as in data parallelism.
     """
     chosen: dict[tuple[Collective, int, bool], CollectiveKey] = {}
     for key in sorted(keys, key=_overlap_order):
@@ -162,7 +162,7 @@ def _overlap_order(key: CollectiveKey) -> tuple[object, ...]:
 def pair_rounds(cluster: Cluster, message_bytes: Sequence[int]) -> tuple[PairRound, ...]:
     """Return all pairs of neighbours in pipelines of every possible number of stages, in disjoint rounds.
 
-    The ranks of a stage follow one another, so that neighbours are a stage's number of ranks apart.
+    The ranks of a stage are consecutive, so that the distance of neighbours is a stage's number of ranks.
     """
     world = cluster.num_devices
     rounds: list[PairRound] = []
@@ -179,7 +179,7 @@ class _Grouping(NamedTuple):
     """A way to split ranks into groups of one size [groups, size]."""
 
     sample: NDArray[Any]
-    """Groups of the layout, at least one of each kind."""
+    """Groups of the layout that include at least one of each kind."""
     groups: Callable[[], NDArray[Any]]
     """Function that returns all groups of the layout."""
 
@@ -202,9 +202,10 @@ def _partitions(cluster: Cluster) -> Iterator[_Grouping]:
 
 
 def _sample(world: int, size: int, stride: int, same: int) -> NDArray[Any]:
-    """Return groups of ranks a stride apart: a sample from the first blocks and offsets that covers all kinds.
+    """Return a sample of groups of ranks a stride apart [groups, size] that covers all kinds of groups.
 
-    Ranks `same` further lie on nodes as these, and so do groups as many ranks or blocks further.
+    Ranks that differ by `same` are placed on nodes in the same way; groups that differ by `same` ranks or blocks are,
+    too.
     """
     block = size * stride
     firsts = block * np.arange(min(same, world // block))[:, None] + np.arange(min(same, stride))
@@ -212,7 +213,7 @@ def _sample(world: int, size: int, stride: int, same: int) -> NDArray[Any]:
 
 
 def _in_nodes(nodes: Sequence[tuple[int, ...]], size: int, strided: bool) -> NDArray[Any]:
-    """Return groups inside each node, of neighbours or as far apart as possible, in the order of the nodes."""
+    """Return groups inside each node [groups, size], of neighbours or as far apart as possible, by first rank."""
     lengths = sorted({len(node) for node in nodes})
     alike = [np.array([node for node in nodes if len(node) == length]) for length in lengths]
     groups = np.concatenate([_apart(ranks, size, ranks.shape[1] // size if strided else 1) for ranks in alike])
@@ -220,12 +221,12 @@ def _in_nodes(nodes: Sequence[tuple[int, ...]], size: int, strided: bool) -> NDA
 
 
 def _apart(ranks: NDArray[Any], size: int, stride: int) -> NDArray[Any]:
-    """Return groups of ranks a stride apart [groups, size]."""
+    """Return groups of ranks that are a stride apart [groups, size]."""
     return ranks.reshape(-1, size, stride).swapaxes(1, 2).reshape(-1, size)
 
 
 def _pairings(cluster: Cluster) -> Iterator[Groups]:
-    """Yield pairs of senders and receivers: neighbours, in a node and across its end; then ranks half a node apart."""
+    """Yield pairs (sender, receiver): neighbours, in a node and between nodes; then half a node or world apart."""
     nodes = _nodes(cluster)
     neighbours = tuple(pair for node in nodes for pair in zip(node[::2], node[1::2], strict=False))
     borders = tuple((left[-1], right[0]) for left, right in zip(nodes[::2], nodes[1::2], strict=False))

@@ -1,4 +1,4 @@
-"""Parameters that several layers hold replicas of, and which pieces move so that all replicas get one gradient."""
+"""Parameters that are replicated in several layers, and the pieces that move so that all replicas get one gradient."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Replica:
     ranks: tuple[int, ...]
 
     def boxes(self) -> dict[Box, list[int]]:
-        """Return which ranks hold which part; replicas hold the same part."""
+        """Return the ranks that hold each part of the replica; several ranks may hold the same part."""
         holders: dict[Box, list[int]] = {}
         for index, rank in enumerate(self.ranks):
             holders.setdefault(parameter_box(self.parameter, self.strategy, index), []).append(rank)
@@ -68,17 +68,17 @@ def ranks_of_replicas(tied: Sequence[TiedParameter]) -> tuple[int, ...]:
 
 
 def pieces_to_owners(tied: Sequence[TiedParameter]) -> tuple[Piece, ...]:
-    """Return the pieces that every replica's gradient sends to its owner, in the order in which the owner adds."""
+    """Return the pieces of gradients that other replicas send to their owners, in the order in which owners add."""
     return tuple(piece for one in tied for replica in one[1:] for piece in _pieces(replica, one[0]))
 
 
 def pieces_from_owners(tied: Sequence[TiedParameter]) -> tuple[Piece, ...]:
-    """Return the pieces that the owners send to every replica."""
+    """Return the pieces that the owners send to every other replica."""
     return tuple(piece for one in tied for replica in one[1:] for piece in _pieces(one[0], replica))
 
 
 def _shared_by_ends(plan: Plan) -> Iterator[TiedParameter]:
-    """Yield the parameters of embedding and head that the other one or blocks hold copies of."""
+    """Yield the parameters of embedding and head that have copies in blocks, or in the other of the two."""
     model, second_of = plan.model, dict(plan.model.tied)
     copies: dict[str, list[Replica]] = {}
     for i, layer in enumerate(plan.layers):
@@ -100,7 +100,7 @@ def _replica(plan: Plan, layer: str, strategy: Strategy, kind: str, name: str) -
 
 
 def _pieces(sender: Replica, receiver: Replica) -> Iterator[Piece]:
-    """Yield pieces that serve each element of the receiver once; replicas of the sender take turns."""
+    """Yield pieces that serve each element of the receiver once; the sender's replicas send alternately."""
     replicas = {box: cycle(sources) for box, sources in sender.boxes().items()}
     for wanted, targets in receiver.boxes().items():
         for box, sources in sender.boxes().items():

@@ -17,7 +17,7 @@ def class_doc(kind: type) -> str:
 def field_docs(kind: type) -> dict[str, str]:
     """Return the documentation of a class's fields (or an enumeration's members) by name, including its bases.
 
-    A field without a literal after it is absent. The class must be importable with its source.
+    A field without a string literal after it is omitted. The source of the class must be available.
     """
     meanings: dict[str, str] = {}
     for base in reversed(kind.__mro__):

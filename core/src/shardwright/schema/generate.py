@@ -1,4 +1,4 @@
-"""Writes the JSON Schemas in core/schemas from the contract's types.
+"""Writes the JSON Schemas in core/schemas from the types of the files.
 
 python -m shardwright.schema.generate            # write them, in the repository's root
 python -m shardwright.schema.generate --check    # exit 1, naming each file that is not up to date
@@ -28,7 +28,7 @@ DOCUMENTS: tuple[type[Document], ...] = (
 def json_schema(kind: type[Document]) -> dict[str, Any]:
     """Return the JSON Schema (2020-12) of a kind of file, including `format` and `version`.
 
-    Cross-field checks are not in it: a file that fits may still be refused when it is read.
+    It does not contain checks across fields: a file that is valid by the schema may still be refused when it is read.
     """
     components = _described_components(kind)
     root = components.pop(kind.__name__)
@@ -39,7 +39,7 @@ def json_schema(kind: type[Document]) -> dict[str, Any]:
 
 
 def _described_components(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """The JSON Schemas of a struct and of every type inside it, by name, with docstrings as descriptions."""
+    """Return the JSON Schemas of a struct and of every type inside it, by name, with docstrings as descriptions."""
     _, components = msgspec.json.schema_components([kind], ref_template="#/$defs/{name}")
     known = _types_of(kind)
     for name, component in components.items():
@@ -55,7 +55,7 @@ def _described_components(kind: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def _types_of(kind: type) -> dict[str, type]:
-    """A struct, and every struct and enumeration that its fields are made of, by name."""
+    """Return a struct, and every struct and enumeration that its fields contain, by name."""
     kinds_by_name: dict[str, type] = {}
     waiting: list[Any] = [kind]
     while waiting:

@@ -24,18 +24,18 @@ class NodeType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     memory_bytes: PositiveBytes
     """Memory of one device."""
     domain_devices: Ranks | UnsetType = UNSET
-    """The largest number of devices in one NVLink domain, which may span nodes: 72 for GB200 NVL72; by default a
-    node's."""
+    """The largest number of devices in one NVLink domain, which may span nodes: 72 for GB200 NVL72; by default
+    `devices_per_node`."""
     usd_per_hour: NonNegativeNumber | None = None
     """Price of one node, if known."""
     host_memory_gib: Gib | UnsetType = UNSET
     """Host memory of one node that its ranks share equally for what their layers offload, in GiB; needed to offload."""
     host_bytes_per_s: Rate | UnsetType = UNSET
-    """Rate at which a device copies to or from host memory while all of the node's do, one way; needed to offload,
-    unless it was measured."""
+    """Rate at which one device copies to or from host memory, in one direction, while all devices of the node copy;
+    needed to offload, unless it was measured."""
     host_updates_per_s: Rate | UnsetType = UNSET
-    """Parameters that the host updates a second for one rank while it does for all of the node's; needed for offload
-    update, unless it was measured."""
+    """Parameters per second that the host updates for one rank while it updates for all ranks of the node; needed for
+    `offload: update`, unless it was measured."""
 
     def __post_init__(self) -> None:
         if self.device.startswith("cpu/") and not self.on_cpu:
@@ -43,17 +43,17 @@ class NodeType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def host_bytes(self) -> int:
-        """Return one rank's share of the host memory; 0 if that is not given."""
+        """Return one rank's share of the host memory in bytes; 0 if `host_memory_gib` is not given."""
         return 0 if self.host_memory_gib is UNSET else int(self.host_memory_gib * GIB) // self.devices_per_node
 
     @property
     def domain_nodes(self) -> int:
-        """Return the largest number of nodes in one NVLink domain."""
+        """Return the largest number of nodes in one NVLink domain; 1 if a domain does not span nodes."""
         return max(1, (0 if self.domain_devices is UNSET else self.domain_devices) // self.devices_per_node)
 
     @property
     def on_cpu(self) -> bool:
-        """Return whether its ranks compute on their node's processors."""
+        """Return whether the node type's ranks compute on the CPU."""
         return _CPU.fullmatch(self.device) is not None
 
     @property
@@ -78,11 +78,11 @@ class Cluster(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, d
     FORMAT = "shardwright.cluster"
 
     name: Name
-    """Name that the user gives it; profiles of its hardware carry it."""
+    """Name that the user gives it; hardware profiles of the cluster carry it."""
     nodes: Annotated[tuple[NodeGroup, ...], Meta(min_length=1)]
     """The nodes in rank order."""
     node_types: dict[str, NodeType]
-    """Node types by name; a type that no node is of may be among them."""
+    """Node types by name; it may contain types that no node has."""
 
     def __post_init__(self) -> None:
         for group in self.nodes:
@@ -105,8 +105,9 @@ class Cluster(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, d
     def nodes_in_domain(self, node_type: str) -> int:
         """Return the number of neighbouring nodes of a type in one NVLink domain: all of them if they fit into one.
 
-        Of several domains each has the largest power of two of nodes that divides them, as schedulers allot them (16 of
-        the 18 nodes of a rack), so that groups of ranks do not cross domains.
+        If they need several domains, each has the largest power of two of nodes that fits and divides the number of
+        nodes in each group, as schedulers allocate them (16 of the 18 nodes of a rack), so that groups of ranks do not
+        cross domains.
         """
         counts, most = (
             [g.count for g in self.nodes if g.node_type == node_type],
@@ -117,7 +118,7 @@ class Cluster(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, d
         return max(1 << power for power in range(most.bit_length()) if not gcd(*counts) % (1 << power))
 
     def domain_size(self, node_type: str) -> int:
-        """Return the number of devices of each NVLink domain of a node type; a node's if domains do not span nodes."""
+        """Return the number of devices of each NVLink domain of a node type; one node's devices if none spans nodes."""
         return self.node_types[node_type].devices_per_node * self.nodes_in_domain(node_type)
 
     @cached_property
@@ -135,7 +136,7 @@ class Cluster(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, d
 
     @property
     def obstacle(self) -> str | None:
-        """Return why plans for the cluster can be made but not run; None: they can be run."""
+        """Return why plans for the cluster can be made but not run, or None if they can be run."""
         on_cpu = {self.node_types[group.node_type].on_cpu for group in self.nodes}
         return "cpu and other devices in one cluster exchange no collectives" if len(on_cpu) > 1 else None
 

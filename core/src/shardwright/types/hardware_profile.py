@@ -44,19 +44,20 @@ class Collective(StrEnum):
 class GroupKind(NamedTuple):
     """A kind of group of ranks: how its ranks are placed on nodes.
 
-    How many such groups share a node's network follows, where all ranks of a node take part: of neighbours, one at
-    either end of the node; of others, as many as the node has devices over `ranks_per_node`.
+    If all ranks of a node take part, the kind determines how many such groups share the node's network. For groups of
+    neighbouring ranks these are the groups at either end of the node; for other groups their number is the node's
+    devices divided by `ranks_per_node`.
     """
 
     size: int
     ranks_per_node: int
-    """The most of its ranks that share a node."""
+    """The largest number of the group's ranks on one node."""
     consecutive: bool
     """True if the ranks are neighbours."""
 
     @property
     def nodes(self) -> int:
-        """Return the number of nodes that the group spans; all but the last are filled."""
+        """Return the number of nodes that the group spans; all nodes except possibly the last are filled."""
         return -(-self.size // self.ranks_per_node)
 
     @property
@@ -71,7 +72,7 @@ class GroupKind(NamedTuple):
 
 
 class CollectiveKey(Key, frozen=True, order=True):
-    """The key of times of messages: the collective, and the kind of group."""
+    """The key of message times: the collective, and the kind of group."""
 
     collective: Collective
     group_size: int
@@ -85,11 +86,12 @@ class CollectiveKey(Key, frozen=True, order=True):
 
 
 HOST_COPIES = "host_in_bytes_per_s", "host_out_bytes_per_s"
-"""Rates of a device's copies from pinned host memory, and to it, while all ranks copy."""
+"""Names of the rates of a device's copies from and to pinned host memory, while all ranks copy."""
 HOST_ALONE = "host_in_alone_bytes_per_s", "host_out_alone_bytes_per_s"
-"""The same while the other ranks of its node wait."""
+"""Names of the same rates, while the other ranks of the node wait."""
 HOST_UPDATES = "host_updates_per_s"
-"""Parameters that a rank's host updates by AdamW, while all ranks update."""
+"""Name of the rate of updates: parameters per second that the host updates by AdamW for one rank, while it does for
+all."""
 _RateName = Annotated[str, Meta(max_length=32)]
 _Rate = Annotated[Rate, Meta(extra={"unit": "SI, in the name"})]
 _Slowdown = Annotated[PositiveNumber, Meta(extra={"unit": "1"})]
@@ -103,7 +105,7 @@ class PointRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     group_size: Ranks
     """Number of ranks that take part."""
     ranks_per_node: Ranks
-    """The largest number of its ranks on one node: all of them if the group is inside one."""
+    """The largest number of the group's ranks on one node: all of them if the group is inside one node."""
     consecutive: bool
     """True if the ranks are neighbours."""
     message_bytes: PositiveBytes
@@ -111,11 +113,11 @@ class PointRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     interval: Annotated[NonNegativeNumber, Meta(extra={"unit": "1"})]
     """Half of the 95 % confidence interval of the median, over the median; 0 for one repeat."""
     source: Source
-    """Source of its times."""
+    """Source of the point's times."""
 
     @property
     def key(self) -> CollectiveKey:
-        """Return the kind of message."""
+        """Return the kind of message, without its size."""
         return CollectiveKey.from_fields(self)
 
 
@@ -127,33 +129,33 @@ class RepeatRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     time_s: PositiveSeconds
     """Time on the slowest rank."""
     outlier: bool
-    """True if it lies far from the point's other times."""
+    """True if the time lies far from the point's other times."""
 
 
 class PairRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A message between two neighbours in a pipeline."""
 
     source_rank: Rank
-    """Who sends."""
+    """Rank that sends."""
     target_rank: Rank
-    """Who receives."""
+    """Rank that receives."""
     message_bytes: PositiveBytes
-    """Its size."""
+    """Size of the message."""
     time_s: PositiveSeconds
-    """Median."""
+    """Median time of the message."""
     source: Source
     """Source of the time."""
 
 
 class OverlapRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A collective and a computation: the times of each alone, and of both at once."""
+    """Times of a collective and of a computation, each by itself and both at once."""
 
     collective: Collective
-    """Collective that was timed; for p2p a message each way at once, as a step of a ring has."""
+    """Collective that was timed; for p2p, one message in each direction at once, as in a step of a ring."""
     group_size: Ranks
     """Number of ranks that take part."""
     ranks_per_node: Ranks
-    """The most of them that share a node."""
+    """The largest number of the group's ranks on one node."""
     collective_bytes: Bytes
     """Size of the full tensor on one rank; 0 if it is not known."""
     compute_s: Seconds
@@ -182,7 +184,7 @@ class RankRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class RateRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A rate of the slowest rank's device, or a time that is there once a launch."""
+    """A rate of the slowest rank's device, or a time that occurs once per launch."""
 
     name: _RateName
     """Name of the rate or time, such as `matrix_flops_per_s` or `startup_s`."""
@@ -196,10 +198,10 @@ class RateRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class HardwareProfile(Profile):
     """The measured speeds of a cluster's links and devices.
 
-    `cluster` names what was measured, `device` and `backend` on what and through what. `points`: kinds of message at
-    growing sizes, and `repeats`: every time of each. `pairs`: messages between neighbours in a pipeline, link by link.
-    `overlap`: how computation and collectives slow each other down. `ranks`: rates of each rank's device, and `rates`:
-    of the slowest, with what is there once a launch.
+    `cluster`: name of the cluster that was measured, `device`: its devices, `backend`: the collectives' backend.
+    `points`: kinds of messages at growing sizes, and `repeats`: every time of each point. `pairs`: messages between
+    neighbours in a pipeline, link by link. `overlap`: how computation and collectives slow each other down. `ranks`:
+    rates of each rank's device. `rates`: rates of the slowest device, and times that occur once per launch.
     """
 
     FORMAT: ClassVar[str] = "shardwright.hardware_profile"
@@ -227,9 +229,9 @@ class HardwareProfile(Profile):
         return None
 
     def host_rate(self, name: str) -> float | None:
-        """Return a measured rate that node types have: `host_bytes_per_s`, of the slower way, or `host_updates_per_s`.
+        """Return a measured rate of `NodeType` by its name, `host_bytes_per_s` or `host_updates_per_s`.
 
-        None if it was not measured.
+        None if it was not measured. `host_bytes_per_s` is the rate of the slower direction.
         """
         rates = {row.name: row.value for row in self.rates.rows}
         of = HOST_COPIES if name == "host_bytes_per_s" else (name,)
@@ -244,7 +246,7 @@ class HardwareProfile(Profile):
 
     @cached_property
     def curves(self) -> dict[CollectiveKey, tuple[NDArray[Any], NDArray[Any]]]:
-        """Return sizes in bytes, ascending, with median times in seconds, by kind of message."""
+        """Return ascending sizes in bytes and their median times in seconds, by kind of message."""
         sizes_and_medians: dict[CollectiveKey, list[tuple[int, float]]] = {}
         for row, times_s in zip(self.points.rows, self.times_s, strict=True):
             sizes_and_medians.setdefault(row.key, []).append((row.message_bytes, median(times_s)))

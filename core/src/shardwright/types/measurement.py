@@ -21,9 +21,10 @@ from shardwright.types.plan import ExpertMeasurement, Plan
 class Segment(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Times of a micro-batch in the embedding, the layers or the head of a rank, one entry per repeat.
 
-    Each entry is the mean over a step's `middle` microbatches: the first one's forward pass also gathers parameters and
-    its backward pass adds to no gradients yet, the last one's backward pass also reduces them. Of two microbatches
-    these are the second one's forward and the first one's backward pass; a single one has all of it inside.
+    Each entry is the mean over a step's `middle` micro-batches. The first and the last are left out: the first forward
+    pass also gathers parameters, the first backward pass adds to no gradients yet, and the last backward pass also
+    reduces them. With two micro-batches, the entry has the time of the second forward or the first backward pass; with
+    one, the times include all of this.
     """
 
     name: str
@@ -37,7 +38,7 @@ class Segment(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class PassTime(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A pass of one micro-batch through one layer range of a rank's pipeline stage, in one step.
 
-    It waited from `start_s - wait_s` and was over at `start_s + time_s`.
+    The rank waited from `start_s - wait_s` to `start_s`, and the pass ended at `start_s + time_s`.
     """
 
     kind: Literal["forward", "backward", "weight"]
@@ -49,9 +50,10 @@ class PassTime(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     wait_s: Seconds
     """Time spent waiting for messages at the start of the pass; close to zero if there were none."""
     start_s: Seconds
-    """Time at which the messages were there and computing began, since the rank began the step."""
+    """Time from the rank's start of the step until the messages had arrived and computing began."""
     time_s: Seconds
-    """Computing, and what it communicates on the way: gathers, reductions and exchanges between the stage's ranks."""
+    """Time of computing and of communication during the pass: gathers, reductions and exchanges between the stage's
+    ranks."""
 
 
 class SegmentMemory(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,9 +64,9 @@ class SegmentMemory(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
     activation_bytes: Bytes
     """Bytes that the forward pass kept for the backward pass."""
     forward_workspace_bytes: Bytes
-    """Peak of the forward pass beyond what was resident before it and what it kept."""
+    """Peak of the forward pass, minus what was resident before it and what it kept."""
     backward_workspace_bytes: Bytes
-    """The most that was resident in the backward pass beyond what stood when it began."""
+    """Peak of the backward pass, minus what was resident when it began."""
 
 
 class RankMemory(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -77,22 +79,23 @@ class RankMemory(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     optimizer_bytes: Bytes
     """Optimizer state."""
     peak_bytes: Bytes
-    """The most that is resident at once in a step, parameters, gradients and optimizer state included."""
+    """The most that is resident at once in a step, including parameters, gradients and optimizer state."""
     segments: tuple[SegmentMemory, ...]
     """The memory of each segment that the rank's pipeline stage has."""
     process_bytes: Bytes
     """Device memory outside the tensors (0 on CPU, where the process is counted in resident_bytes)."""
     peak_reserved_bytes: Bytes
-    """The most that the allocator held of the device during the steps, what it kept for later included (0 on CPU)."""
+    """The most device memory that the allocator reserved during the steps, including freed memory that it kept for
+    reuse (0 on CPU)."""
     device_used_bytes: Bytes
     """Memory of the device in use after the last step, by this and all other processes, as nvidia-smi shows it (0 on
     CPU)."""
     resident_bytes: Bytes
-    """Host memory of the process before the model was made."""
+    """Host memory of the process before the model was built."""
 
 
 class RankMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The share of a rank in a measured plan; lists have one entry per repeat."""
+    """One rank's part of a plan's measurement; lists have one entry per repeat."""
 
     rank: Rank
     """Number of the rank in the plan."""
@@ -105,16 +108,16 @@ class RankMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     segments: tuple[Segment, ...]
     """The time of each segment that the rank's pipeline stage has."""
     gradient_reduction_s: tuple[SignedSeconds, ...]
-    """Time that the last microbatch's backward pass took beyond the `middle` ones, with the waiting after it.
+    """Time of the last micro-batch's backward pass beyond the `middle` ones, including the waiting after it.
 
-    Empty with one microbatch.
+    Empty if there is one micro-batch.
     """
     optimizer_s: tuple[Seconds, ...]
-    """Gradient clipping and the optimizer's step."""
+    """Time of gradient clipping and the optimizer's step."""
     passes: tuple[PassTime, ...]
-    """The passes of one step in their order: of the repeat `median_repeat` of the plan."""
+    """The passes of one step, in order; the step is the repeat `median_repeat` of the plan."""
     memory: RankMemory
-    """Measured in a separate step that is not timed."""
+    """Memory, measured in a separate step that is not timed."""
 
 
 class PlanMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -125,13 +128,14 @@ class PlanMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ranks: Annotated[tuple[RankMeasurement, ...], Meta(min_length=1)]
     """Every rank of the plan, in order."""
     in_turns: tuple[str, ...] = ()
-    """SHA-256 of the plans that were stepped in turns with this one, itself included, the reference plan first; steps
-    of equal number belong to one round. Empty if it was measured by itself."""
+    """SHA-256 of the plans that were stepped alternately with this one, including this one, the reference plan first;
+    steps of equal number belong to one round. Empty if it was measured by itself."""
     measured_again: NonNegativeCount = 0
-    """Number of times that as many rounds were added because a difference was uncertain."""
+    """Number of times that all of these plans were measured again because the difference of their times was
+    uncertain."""
     cp_size: SeveralRanks | UnsetType = UNSET
-    """Number of ranks over which longer samples would be split; each rank stood for one of them, with its keys for all.
-    Omitted if the plan was run as it is."""
+    """Number of ranks over which longer samples would be split; each measured rank represented one of them, and had the
+    keys of all of them. Omitted if the plan was run as it is."""
 
     def __post_init__(self) -> None:
         if [r.rank for r in self.ranks] != list(range(self.plan.world_size)):
@@ -145,25 +149,25 @@ class PlanMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def step_times_s(self) -> tuple[float, ...]:
-        """Return the time of each step, which is its slowest rank's."""
+        """Return the time of each step in seconds, which is the slowest rank's time."""
         return tuple(max(times) for times in zip(*(r.step_s for r in self.ranks), strict=True))
 
     @property
     def reference_s(self) -> float:
         """Return the time of the reference workload during the measurement: mean of the ranks, median of the steps.
 
-        Of the slowest rank it would say more than a step feels: ranks wait for each other many times in a step, so that
-        another process on one of two cores makes a step 1.4 times as long, not twice.
+        The slowest rank's time would overstate the effect on a step: ranks wait for each other many times in a step, so
+        that another process on one of two cores makes a step 1.4 times as long, not twice.
         """
         return float(median(self.reference_times_s))
 
     @property
     def reference_times_s(self) -> tuple[float, ...]:
-        """Return the reference time before each step: the mean of the ranks."""
+        """Return the reference time before each step in seconds, as the mean of the ranks."""
         return tuple(fmean(times) for times in zip(*(r.reference_s for r in self.ranks), strict=True))
 
     def slowdown(self, reference_s: float) -> float:
-        """Return the time of the reference workload here over that on a machine that takes so long; 1 for 0 s."""
+        """Return the time of the reference workload here over `reference_s`, another machine's time; 1 if that is 0."""
         return self.reference_s / reference_s if reference_s else 1.0
 
     @property
@@ -174,7 +178,7 @@ class PlanMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def peak_bytes(self) -> int:
-        """Return the peak memory of the fullest rank, process included."""
+        """Return the peak memory of the rank with the most, including the process's memory outside of tensors."""
         return max(r.memory.peak_bytes + r.memory.process_bytes for r in self.ranks)
 
     def _check_passes(self, rank: RankMeasurement) -> None:
@@ -192,18 +196,18 @@ class PlanMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class PlanFailure(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A plan that could not be measured to its end."""
+    """A plan whose measurement failed."""
 
     plan: Plan
     """Plan that was run."""
     category: Literal["out_of_memory"]
-    """Why it ended."""
+    """Kind of the failure."""
     rank: Rank
-    """The first rank that it ended on."""
+    """The first rank that failed."""
     where: str
-    """Work of that rank: `before the first step of ...` or `in step 2 of ...`."""
+    """What the rank was doing: `before the first step of ...` or `in step 2 of ...`."""
     asked_bytes: Bytes | None
-    """Memory that it asked of the device without effect, to three digits; None if PyTorch did not say."""
+    """Size of the allocation that failed, to three digits; null if PyTorch did not report it."""
 
 
 class Measurement(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -217,22 +221,22 @@ class Measurement(Document, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     backend: str
     """Backend of the collectives: `gloo` or `nccl`."""
     date: str
-    """UTC day on which the last plan was run, as 2026-01-31."""
+    """UTC day on which the last plan was run, such as 2026-01-31."""
     versions: str
-    """Versions of the software and the device's driver, as `torch 2.13.0, transformers 5.17.0, driver 550.54`."""
+    """Versions of the software and the device's driver, such as `torch 2.13.0, transformers 5.17.0, driver 550.54`."""
     attention: str
-    """The kernel that was used if the plan says `auto`."""
+    """The attention kernel that was used for plans with `attention: auto`."""
     attention_by: str = ""
-    """The kernels that PyTorch's scaled_dot_product_attention took, as `cudnn`; empty for other attention, and in files
-    of earlier versions."""
+    """The kernels that PyTorch's scaled_dot_product_attention chose, such as `cudnn`; empty for other attention, and in
+    files of earlier versions."""
     allocator: str
-    """Settings of PyTorch's allocator of device memory, as `expandable_segments:True`; empty on CPU."""
+    """Settings of PyTorch's allocator of device memory, such as `expandable_segments:True`; empty on CPU."""
     plans: tuple[PlanMeasurement, ...]
-    """Plans that were measured, in the order they were asked for."""
+    """Plans that were measured, in the order in which they were requested."""
     failed: tuple[PlanFailure, ...] = ()
-    """The others, in that order."""
+    """Plans whose measurement failed, in the order in which they were requested."""
     experts: tuple[ExpertMeasurement, ...] | UnsetType = UNSET
-    """Experts that were measured by themselves; left out if none were."""
+    """Experts that were measured by themselves; omitted if there are none."""
 
     def __post_init__(self) -> None:
         if not self.plans and not self.failed:

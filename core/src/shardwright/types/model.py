@@ -22,14 +22,15 @@ from shardwright.types.limits import (
     Tokens,
 )
 
-# The parts of a layer: the tensors between layers, where tensor parallelism communicates, attention and experts.
+# The parts of a layer: its boundary tensors, the regions in which tensor parallelism communicates, attention and
+# experts.
 
 
 class BoundaryTensor(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tensor [batch, sequence_length, features] that a layer passes to the next, also between pipeline stages."""
 
     name: str
-    """Name that the runtime gives it."""
+    """Name that the runtime gives the tensor."""
     sequence_length: Tokens
     """Positions per sample."""
     features: Length
@@ -40,9 +41,9 @@ class Heads(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     """The attention heads of a region; Ulysses exchanges positions for heads."""
 
     queries: str
-    """The boundary tensor whose positions attend."""
+    """Name of the boundary tensor whose positions attend."""
     keys: str
-    """The boundary tensor whose positions are attended to."""
+    """Name of the boundary tensor whose positions are attended to."""
     heads: Length
     """Query heads."""
     kv_heads: Length
@@ -50,14 +51,14 @@ class Heads(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     head_features: Length
     """Features of one head."""
     value_features: Length | None = None
-    """Features of one value head; null: as many as a query head's."""
+    """Features of one value head; null if it has as many as a query head."""
     window: Length | None = None
-    """Number of positions to which each attends, itself the last (an encoder as many after it), below the samples'
-    length; null: all."""
+    """Sliding window: the number of positions that each position attends to, ending with itself (in an encoder as many
+    follow it); shorter than the samples. Null: all positions."""
     alibi: bool = False
-    """True if scores fall with the distance of positions, at a slope for each head (Press et al. 2022)."""
+    """True if scores decrease with the distance of positions, with a slope for each head (ALiBi, Press et al. 2022)."""
     sinks: bool = False
-    """True if the softmax has a further score of each head, which weighs nothing (Xiao et al. 2024)."""
+    """True if the softmax includes one more score per head, which has no value (attention sink, Xiao et al. 2024)."""
 
     @property
     def features_of_values(self) -> int:
@@ -66,32 +67,33 @@ class Heads(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
 
 
 class Region(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A stretch of a layer in which tensor-parallel ranks hold different features (Shoeybi et al. 2019)."""
+    """A part of a layer in which tensor-parallel ranks hold different features (Shoeybi et al. 2019)."""
 
     name: Literal["attention", "mlp", "lookup", "logits"]
-    """Part of the layer that it is of: `recompute` names the first two."""
+    """The part of the layer that the region belongs to; the first two are also values of `recompute`."""
     enters: tuple[str, ...] = ()
-    """Boundary tensors whose whole sequence the region's matrices take in."""
+    """Names of the boundary tensors that the region's matrices read with the whole sequence."""
     leaves: str | None = None
-    """The boundary tensor with the shape of the sum over the ranks; null for the head, where only numbers are
-    summed."""
+    """Name of the boundary tensor with the shape of the region's result, which is summed over the ranks; null for the
+    head, where only numbers are summed."""
     replays_sum: tuple[Literal["full", "attention", "mlp"], ...] = ()
-    """The kinds of recomputation that repeat that sum even at their end, because something after it is kept."""
+    """The kinds of recomputation that repeat this sum even at the end of what they recompute, because an operation
+    after it keeps its result."""
     attention: Heads | None = None
-    """The attention inside."""
+    """The region's attention; null if it has none."""
 
 
 class Experts(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The experts of a layer: feed-forward networks, some of which a router chooses for each position."""
 
     number: Length
-    """Experts of the layer."""
+    """Number of experts of the layer."""
     top_k: Length
-    """Experts that compute each position."""
+    """Number of experts that compute each position."""
     features: Length
-    """Features between the matrices of one expert."""
+    """Hidden features of one expert: the width between its matrices."""
     shared_features: Length | UnsetType = UNSET
-    """Hidden features of the experts that compute every position; omitted if there are none."""
+    """Hidden features of the shared experts, which compute every position; omitted if there are none."""
 
     def __post_init__(self) -> None:
         if self.top_k > self.number:
@@ -99,73 +101,78 @@ class Experts(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 LOW_RANK = ".lora_"
-"""Text between the name of a module and the names of its low-rank matrices, A and B (Hu et al. 2021), as in peft."""
+"""The text between a module's name and the names of its low-rank matrices, A and B (Hu et al. 2021), as in peft."""
 
 
 class LowRank(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Low-rank matrices added to frozen ones (Hu et al. 2021): y = W x + scaling B A x; only A and B are trained."""
 
     rank: Length
-    """Rows of A, and columns of B, except for matrices with a rank of their own."""
+    """Number of rows of A and of columns of B, except for modules with a different rank."""
     alpha: PositiveNumber
     """Numerator of the scaling."""
     targets: Annotated[tuple[str, ...], Meta(min_length=1)]
-    """The modules that have them, as the adapter's configuration names them."""
+    """The modules that have low-rank matrices, as the adapter's configuration names them."""
     rank_stabilized: bool = False
-    """Whether the scaling is alpha over the root of the rank (Kalajdzievski 2023), and not over the rank."""
+    """Whether the scaling is alpha over the square root of the rank (Kalajdzievski 2023) instead of alpha over the
+    rank."""
     starts_at_zero: bool = True
-    """Whether B is drawn as zeros, so that the model begins as the frozen one; else as A is."""
+    """Whether B is initialised to zero, so that training begins with the frozen model's outputs; else B is drawn like
+    A."""
     alphas: dict[str, PositiveNumber] | UnsetType = UNSET
-    """Other numerators, by the full names of modules, or of experts' parameters, in the stock model; omitted if
-    none."""
+    """Values of alpha that differ from `alpha`, by the full names of modules, or of experts' parameters, in the stock
+    model; omitted if there are none."""
     weights_sha256: Sha256 | UnsetType = UNSET
-    """Identity of the adapter's trained weights, with which a run starts; omitted if they are drawn."""
+    """SHA-256 of the adapter's trained weights, with which a run starts; omitted if they are drawn at random."""
 
     def alpha_of(self, name: str) -> float:
-        """Return the numerator of a module, or of a parameter of experts, by its full name in the stock model."""
+        """Return the alpha of a module, or of a parameter of experts, by its full name in the stock model."""
         return self.alpha if self.alphas is UNSET else self.alphas.get(name, self.alpha)
 
     def scaling_of(self, name: str, rank: int) -> float:
-        """Return the factor of a module's low-rank product, by the module's name and rank."""
+        """Return the factor of a module's low-rank term B A x, by the module's name and rank."""
         return self.alpha_of(name) / (sqrt(rank) if self.rank_stabilized else rank)
 
 
 class Traced(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Operations and kept tensors of a layer for one sample, of a pass in bfloat16 with a flash kernel on one rank.
+    """Operations and kept tensors of a layer for one sample, traced in bfloat16 with a flash kernel on one rank.
 
-    Elements are of tensors in the compute format; bytes are of all others, whatever that format is.
+    Numbers of elements describe tensors in the compute format; numbers of bytes describe all others, whatever that
+    format is.
     """
 
     product_flops: Flops
-    """Operations of products with parameters."""
+    """Operations of matrix products with parameters."""
     attention_flops: Flops
-    """Operations of products of activations, those that a causal mask leaves out included."""
+    """Operations of matrix products of activations with each other, including those that a causal mask leaves out."""
     multiplied: Elements
-    """Elements of the parameters that are multiplied with."""
+    """Number of elements of the parameters in matrix products."""
     kept: Elements
-    """Elements kept for the backward pass, what the layer receives included where it is kept."""
+    """Number of elements kept for the backward pass, including the layer's input if it is kept."""
     kept_bytes: Bytes
-    """Further bytes kept: of norms in float32, of masks, of numbers."""
+    """Further bytes kept for the backward pass: of norms in float32, of masks, of integers."""
     products: Elements
-    """Elements that products and attention give."""
+    """Number of elements of the results of matrix products and attention."""
     widest: Elements
-    """Elements of the largest tensor that an operator gives; of a head, of the logits."""
+    """Number of elements of the largest tensor that an operator returns; for a head, of the logits."""
     kernels: NonNegativeCount
-    """Operators that start a kernel."""
+    """Number of operators that start a kernel."""
     whole_flops: Flops = 0
-    """Operations among those of products that every tensor-parallel rank repeats; omitted if nothing is shared out."""
+    """The part of `product_flops` that every tensor-parallel rank repeats; omitted if nothing is sharded."""
     whole: Elements = 0
-    """Elements among those kept that every tensor-parallel rank has whole; omitted if nothing is shared out."""
+    """The part of `kept` that every tensor-parallel rank holds completely; omitted if nothing is sharded."""
     whole_products: Elements = 0
-    """Elements among those of products that every tensor-parallel rank has whole; omitted if nothing is shared out."""
+    """The part of `products` that every tensor-parallel rank holds completely; omitted if nothing is sharded."""
     linear: tuple[str, ...] = ()
-    """Modules that are a Linear, by their names in the layer; of the head, those of the embedding, too."""
+    """Names, within the layer, of the modules that are a `torch.nn.Linear`; for the head, also modules of the
+    embedding."""
     like_linear: tuple[str, ...] = ()
-    """Modules that peft takes for a Linear, and that are a class of their own."""
+    """Names of the modules of other classes that peft treats as a Linear."""
     of_experts: tuple[str, ...] = ()
-    """Of the head: names of modules that peft may take for parameters of experts, wherever they are."""
+    """For the head: names of modules anywhere in the model that peft may treat as parameters of experts."""
     path: str = ""
-    """The list of blocks in the stock model that a block is in; empty if its parameters have their full names."""
+    """Name of the list of blocks in the stock model that a block is in; empty if its parameters have their full
+    names."""
 
 
 EMBEDDING = "embedding"
@@ -173,7 +180,7 @@ HEAD = "head"
 
 
 def base_type(name: str) -> str:
-    """Return the family's layer type, without the suffix after the dot, which names frozen parts."""
+    """Return the family's layer type: the name without the suffix after the dot, which specifies frozen parts."""
     return name.partition(".")[0]
 
 
@@ -181,24 +188,25 @@ class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A parameter tensor of a layer type."""
 
     name: str
-    """Its Hugging Face name; for a block, relative to the block."""
+    """The parameter's Hugging Face name; for a block, relative to the block."""
     shape: Annotated[tuple[Length, ...], Meta(max_length=MAX_DIMS)]
     """Length of each dim of the whole tensor."""
     tp_dim: Annotated[int, Meta(ge=0, lt=MAX_DIMS)] | None = None
-    """The tensor dim that tensor parallelism splits; null: it is replicated over the group."""
+    """The tensor dim that tensor parallelism splits; null if the tensor is replicated over the group."""
     inside: bool = False
     """True for a replicated tensor used inside a region, where each rank of the group computes a part of its
     gradient."""
     shared: bool = False
-    """True if all layers of the type hold replicas of one and the same parameter."""
+    """True if all layers of the type use the same parameter."""
     frozen: bool | UnsetType = UNSET
-    """True if it is not trained: it has no gradient and no optimizer state."""
+    """True if the parameter is not trained: it has no gradient and no optimizer state."""
     ep_dim: Annotated[int, Meta(ge=0, lt=MAX_DIMS)] | UnsetType = UNSET
-    """The tensor dim of experts; omitted if the tensor is not stacked over experts."""
+    """The tensor dim that counts experts; omitted if the tensor is not stacked over experts."""
     buffer: bool | UnsetType = UNSET
-    """True for a buffer, which steps set and no gradient: each rank has it whole, in float32 at least."""
+    """True for a buffer, which is updated by steps without a gradient: each rank holds all of it, at least in
+    float32."""
     copy_of: str | UnsetType = UNSET
-    """Full name of the parameter of embedding or head that a block has a copy of: they are one and the same."""
+    """Full name of the embedding's or head's parameter that this one is a copy of: the two are the same parameter."""
 
     def __post_init__(self) -> None:
         for name, dim in (("tp_dim", self.tp_dim), ("ep_dim", None if self.ep_dim is UNSET else self.ep_dim)):
@@ -216,14 +224,14 @@ class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.buffer is True
 
     def numel(self, parts: int) -> int:
-        """Return the number of elements of each tensor-parallel shard, rounded up, for a number of shards."""
+        """Return the number of elements of a tensor-parallel shard, rounded up; `parts`: number of shards."""
         if self.tp_dim is None:
             return prod(self.shape)
         length = self.shape[self.tp_dim]
         return prod(self.shape) // length * -(-length // parts)
 
     def of_experts(self, parts: int) -> "Parameter":
-        """Return the parameter with one group of experts, for a number of groups that divides the experts."""
+        """Return the parameter with one rank's experts only; `parts`: number of groups, a divisor of the experts."""
         if self.ep_dim is UNSET or parts == 1:
             return self
         shape = list(self.shape)
@@ -231,9 +239,10 @@ class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return replace(self, shape=tuple(shape))
 
     def states_dim(self, parts: int, shards: int) -> int:
-        """Return the dim at which ZeRO shards a tensor-parallel part equally, with padding: mostly the first.
+        """Return the dim at which ZeRO shards a tensor-parallel part equally, with padding: usually 0.
 
-        If they do not divide the experts it is the last dim that nothing else cuts, if they divide that.
+        `parts`: tensor-parallel shards, `shards`: ZeRO's shards. If `shards` does not divide the experts, it is the
+        last dim that neither expert nor tensor parallelism cuts, provided that `shards` divides its length.
         """
         if self.ep_dim is UNSET or self.part_length(self.ep_dim, parts) % shards == 0:
             return 0
@@ -241,7 +250,7 @@ class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return last if self.shape[last] % shards == 0 else 0
 
     def shard_numel(self, parts: int, shards: int) -> int:
-        """Return the number of elements of the largest shard that ZeRO cuts a tensor-parallel part into."""
+        """Return the number of elements of the largest of ZeRO's `shards` of a tensor-parallel part."""
         numel = self.numel(parts)
         if not self.shape or self.is_buffer:
             return numel
@@ -249,7 +258,7 @@ class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return numel // length * -(-length // shards)
 
     def part_length(self, dim: int, parts: int) -> int:
-        """Return the length of a dim of each tensor-parallel shard, rounded up, for a number of shards."""
+        """Return the length of a dim of a tensor-parallel shard, rounded up; `parts`: number of shards."""
         return -(-self.shape[dim] // parts) if dim == self.tp_dim else self.shape[dim]
 
 
@@ -273,11 +282,11 @@ class LayerType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     labels: NonNegativeCount = 0
     """Positions per sample that the head computes a loss for; 0 elsewhere."""
     backward: bool | UnsetType = UNSET
-    """False if neither it nor any layer before it has a trained parameter: no backward pass goes through it."""
+    """False if neither this layer nor any layer before it has a trained parameter: no backward pass goes through it."""
     experts: Experts | UnsetType = UNSET
-    """The experts of its feed-forward part; omitted if it has none."""
+    """The experts of the layer's feed-forward part; omitted if it has none."""
     traced: Traced | UnsetType = UNSET
-    """What a traced pass did; omitted if facts of the family state it."""
+    """Figures from a traced pass; omitted if the family's facts provide them."""
 
     def __post_init__(self) -> None:
         if not self.has_backward and any(self.trained_parameters):
@@ -295,12 +304,12 @@ class LayerType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def copies(self) -> tuple[Parameter, ...]:
-        """Return the parameters that are copies of embedding's or head's."""
+        """Return the parameters that are copies of a parameter of the embedding or the head."""
         return tuple(p for p in self.parameters if p.copy_of is not UNSET)
 
     @property
     def trained_share(self) -> float:
-        """Return the share of matrix elements that are trained; 1 if there are no matrices."""
+        """Return the share of matrix elements that are trained, from 0 to 1; 1 if there are no matrices."""
         matrices = [p for p in self.parameters if len(p.shape) > 1]
         total = sum(p.numel(1) for p in matrices)
         return sum(p.numel(1) for p in matrices if p.trained) / total if total else 1.0
@@ -316,30 +325,30 @@ class LayerType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def step_flops_per_sample(self) -> float:
-        """Return the operations of a forward and a backward pass over one sample, masked scores included."""
+        """Return the operations of a forward and a backward pass over one sample, including masked attention scores."""
         return self.forward_flops_per_sample * self.passes
 
     def parameter_count(self, parts: int = 1) -> int:
-        """Return the number of parameters in each tensor-parallel shard, for a number of shards."""
+        """Return the number of parameters in a tensor-parallel shard; `parts`: number of shards."""
         return sum(p.numel(parts) for p in self.parameters)
 
     def trained_count(self, parts: int = 1) -> int:
-        """Return the number of trained parameters in each tensor-parallel shard, for a number of shards."""
+        """Return the number of trained parameters in a tensor-parallel shard; `parts`: number of shards."""
         return sum(p.numel(parts) for p in self.trained_parameters)
 
     @property
     def window(self) -> int | None:
-        """Return the sliding window of its attention; None if there is no window."""
+        """Return the sliding window of the layer's attention in positions; None if there is no window."""
         return next((region.attention.window for region in self.regions if region.attention is not None), None)
 
     @property
     def has_sinks(self) -> bool:
-        """Return whether the softmax of its attention has further scores."""
+        """Return whether the layer's attention has sinks: one more score per head in the softmax."""
         return any(region.attention is not None and region.attention.sinks for region in self.regions)
 
     @property
     def alibi_heads(self) -> int:
-        """Return the number of its heads whose scores fall with the distance of positions."""
+        """Return the number of the layer's heads with ALiBi, whose scores decrease with the distance of positions."""
         return max((a.heads for region in self.regions if (a := region.attention) is not None and a.alibi), default=0)
 
 
@@ -349,9 +358,9 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     FORMAT = "shardwright.model"
 
     name: Name
-    """Name that the user gives it; profiles of it carry it."""
+    """Name that the user gives the model; its profiles carry it."""
     family: Annotated[str, Meta(min_length=1)]
-    """Family: the file of the runtime that builds and shards it."""
+    """Name of the family: the file of the runtime that builds and shards the model."""
     config: dict[str, Any]
     """The Hugging Face configuration without its number of layers, which `layers` determines."""
     sequence_length: Tokens
@@ -361,7 +370,7 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     types: dict[str, LayerType]
     """Layer types by name; `embedding` and `head` are always among them."""
     tied: tuple[tuple[str, str], ...] = ()
-    """Pairs of parameters, by full name, that are one and the same."""
+    """Pairs of parameters, by full name, that are the same parameter."""
     low_rank: LowRank | UnsetType = UNSET
     """Low-rank matrices that are trained instead of the model; omitted if there are none."""
 
@@ -389,7 +398,8 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def architecture_sha256(self) -> str:
         """Return the hash of what a profile measures: family, configuration and parameters of each type.
 
-        Neither the number of layers nor the sequence length belongs to it: one profile serves several of both.
+        The number of layers and the sequence length are not included, so that one profile serves models that differ in
+        them.
         """
         return sha256_of_value([self.family, self.config, {name: t.parameters for name, t in self.types.items()}])
 
@@ -401,12 +411,12 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def boundary(self) -> tuple[BoundaryTensor, ...]:
-        """Return the tensors between embedding and first layer; all layers pass on tensors with these names."""
+        """Return the tensors between the embedding and the first layer; all layers pass on tensors with these names."""
         return self.types[EMBEDDING].outputs
 
     @property
     def reshaping(self) -> tuple[str, ...]:
-        """Return the types of block whose output has another shape than their input, so that none can follow itself."""
+        """Return the block types whose output and input differ in shape: no block can follow another of its type."""
         like_received = {
             name for i, name in enumerate(self.layers) if self.received_by(f"layers[{i}]") == self.types[name].outputs
         }
@@ -424,22 +434,22 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def parameter_count(self) -> int:
-        """Return the number of parameters, tied and shared ones counted once, without buffers."""
+        """Return the number of parameters without buffers; tied and shared ones are counted once."""
         return self._count(lambda kind: tuple(p for p in kind.parameters if not p.is_buffer))
 
     @property
     def trained_count(self) -> int:
-        """Return the number of parameters that are not frozen, tied and shared ones counted once."""
+        """Return the number of trained parameters; tied and shared ones are counted once."""
         return self._count(lambda kind: kind.trained_parameters)
 
     @property
     def has_copies(self) -> bool:
-        """Return whether embedding or head share parameters with one another or with blocks."""
+        """Return whether embedding or head share parameters with each other or with blocks."""
         return bool(self.tied) or any(self.types[name].copies for name in dict.fromkeys(self.layers))
 
     @property
     def is_traced(self) -> bool:
-        """Return whether a trace describes it, because its family has no facts."""
+        """Return whether the model is described by a trace because its family has no facts."""
         return self.types[HEAD].traced is not UNSET
 
     def type_of(self, layer: str) -> LayerType:
@@ -454,7 +464,7 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return {base: tuple(name for name in self.layers if base_type(name) == base) for base in bases}
 
     def _count(self, counted: Callable[[LayerType], tuple[Parameter, ...]]) -> int:
-        """Return the number of elements of selected parameters, tied and shared ones counted once."""
+        """Return the number of elements of the parameters that `counted` selects; tied and shared ones count once."""
         names = (EMBEDDING, *self.layers, HEAD)
         total = sum(prod(p.shape) for name in names for p in counted(self.types[name]) if p.copy_of is UNSET)
         ends = {p.name: prod(p.shape) for name in (EMBEDDING, HEAD) for p in counted(self.types[name])}

@@ -32,12 +32,12 @@ _Ratio = Annotated[PositiveNumber, Meta(extra={"unit": "1"})]
 
 
 class ContextRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A layer of one rank's share of positions, which attend to all of a sample: measured time over the derived."""
+    """Measured time of a layer on one rank under context parallelism, whose positions attend to whole samples."""
 
     type: Annotated[str, Meta(max_length=32)]
     """The layer's type: a key of the model description's `types`."""
     cp_size: SeveralRanks
-    """Ranks that share the positions of a sample out."""
+    """Number of ranks over which the positions of a sample are split."""
     micro_batch_size: Samples
     """Samples of a microbatch."""
     sequence_length: Tokens
@@ -53,13 +53,13 @@ class ContextRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     source: Source
     """Source of these times."""
     forward_ratio: _Ratio
-    """`forward_s` over what the points of `layers` and their joint curve derive."""
+    """`forward_s` over the time derived from the points of `layers` and their joint curve."""
     backward_ratio: _Ratio
-    """`backward_s` over what the points of `layers` and their joint curve derive."""
+    """`backward_s` over the time derived from the points of `layers` and their joint curve."""
 
     @property
     def corrections(self) -> tuple[float, float]:
-        """Return the factors of derived times, forward and backward; 1 if two standard errors explain the ratio."""
+        """Return factors for derived times, forward and backward; 1 if the ratio is within two standard errors of 1."""
         forward, backward = (
             1.0 if abs(ratio - 1) <= 2 * ratio * error_s / time_s else ratio
             for ratio, time_s, error_s in (
@@ -74,7 +74,7 @@ Number = TypeVar("Number")
 
 
 class LayerFigures(NamedTuple, Generic[Number]):
-    """Time and memory of one microbatch in one layer on one rank; the fields are named as the columns of `layers`."""
+    """Time and memory of one micro-batch in one layer on one rank; the fields are named as the columns of `layers`."""
 
     forward_s: Number
     backward_s: Number
@@ -83,7 +83,7 @@ class LayerFigures(NamedTuple, Generic[Number]):
 
 
 def figure_columns(figures: LayerFigures[Sourced]) -> dict[str, Any]:
-    """Return the columns of figures and of their sources, with whole bytes."""
+    """Return the columns of the figures and of their sources, in whole bytes."""
     forward, backward, activation, workspace = figures
     return {
         "forward_s": forward.value,
@@ -98,18 +98,18 @@ def figure_columns(figures: LayerFigures[Sourced]) -> dict[str, Any]:
 
 
 class ExpertRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Time and memory of a layer's experts on one rank, for rows that are there, without messages."""
+    """Time and memory of a layer's experts on one rank without messages, once the rows have arrived."""
 
     type: Annotated[str, Meta(max_length=32)]
     """The layer's type: a key of the model description's `types`."""
     experts: Annotated[Count, Meta(extra={"unit": "experts"})]
-    """Experts of the rank."""
+    """Number of the rank's experts."""
     etp_size: Ranks
-    """Ranks that share each expert's features out."""
+    """Number of ranks over which each expert's features are sharded."""
     recompute: Recompute
     """Activations of the layer that are computed again in the backward pass."""
     rows: Annotated[NonNegativeCount, Meta(extra={"unit": "rows"})]
-    """Rows of the rank over all its experts: a position has one for each expert that it chooses."""
+    """Number of rows over all of the rank's experts: a position has one row for each expert that it chooses."""
     forward_s: Annotated[Seconds, sourced("forward_source")]
     """Time of the forward pass."""
     forward_source: Source
@@ -119,11 +119,11 @@ class ExpertRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     backward_source: Source
     """Source of `backward_s`."""
     activation_bytes: Annotated[Bytes, sourced("activation_source")]
-    """Resident from the forward to the backward pass."""
+    """Memory that is resident from the forward to the backward pass."""
     activation_source: Source
     """Source of `activation_bytes`."""
     workspace_bytes: Annotated[Bytes, sourced("workspace_source")]
-    """The most that is resident beyond that during a pass."""
+    """The most memory that is resident during a pass beyond `activation_bytes`."""
     workspace_source: Source
     """Source of `workspace_bytes`."""
 
@@ -149,31 +149,31 @@ class ExpertRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ExchangeRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How rows of experts are exchanged; a profile without such a row has plain exchanges that are not overlapped."""
+    """How rows of experts are exchanged; without such a row in a profile, by all-to-all without overlap."""
 
     dispatcher: Dispatcher
-    """How rows are sent."""
+    """How the rows are sent."""
     overlapped: bool
-    """Whether exchanges overlap with computation of another micro-batch, if a plan has one at hand."""
+    """Whether exchanges overlap with the computation of another micro-batch, if the plan has one to compute."""
 
 
 class HostRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Time that the host needs to start a layer's kernels: no pass is shorter, messages included."""
+    """Time that the host needs to start a layer's kernels: no pass is shorter, even including messages."""
 
     type: Annotated[str, Meta(max_length=32)]
     """The layer's type: a key of the model description's `types`."""
     tp_size: Annotated[NonNegativeCount, Meta(extra={"unit": "ranks"})]
-    """Tensor-parallel ranks; 0 if they make no difference."""
+    """Number of tensor-parallel ranks; 0 if the time does not depend on it."""
     recompute: Recompute
     """Activations that are computed again in the backward pass."""
     experts: Annotated[NonNegativeCount, Meta(extra={"unit": "experts"})]
-    """Experts of the rank, which the row is about; 0 if it is about what else the layer does."""
+    """Number of the rank's experts, if the row describes experts; 0 if it describes the rest of the layer."""
     pipelined: bool
-    """Whether the row is about pipelines between nodes only."""
+    """Whether the row applies only to pipelines between nodes."""
     forward_s: Annotated[Seconds, sourced("source")]
-    """Time in the forward pass."""
+    """Time for the forward pass."""
     backward_s: Annotated[Seconds, sourced("source")]
-    """Time in the backward pass, recomputation included."""
+    """Time for the backward pass, including recomputation."""
     source: Source
     """Source of both times."""
 
@@ -190,7 +190,7 @@ _Points = Annotated[Count, Meta(extra={"unit": "points"})]
 
 
 class FitMode(StrEnum):
-    """Forms of a quantity in the micro-batch size b and the sequence length s; Galvatron's three modes and one."""
+    """Forms of a quantity as a function of micro-batch size b and sequence length s: Galvatron's three, and `joint`."""
 
     STATIC = "static"
     """linear * b, at one length."""
@@ -211,21 +211,21 @@ class Quantity(StrEnum):
 
 
 class _TypeColumns(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The columns of the key that all figures of layers have."""
+    """The key columns that all figures of layers have."""
 
     type: _TypeName
     """The layer's type: a key of the model description's `types`."""
     tp_size: Ranks
-    """Tensor-parallel ranks."""
+    """Number of tensor-parallel ranks."""
 
     @property
     def key(self) -> LayerKey:
-        """Return the key of the row; columns that the row does not have are left open."""
+        """Return the key of the row; key columns that the row does not have are left open."""
         return LayerKey.from_fields(self)
 
 
 class _StrategyColumns(_TypeColumns, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The columns of the key that figures of a pass have."""
+    """The key columns that figures of a pass have."""
 
     sequence_parallel: SequenceParallel
     """Kind of sequence parallelism of the tensor-parallel ranks."""
@@ -234,30 +234,30 @@ class _StrategyColumns(_TypeColumns, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class LayerRow(_StrategyColumns, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Time and memory of one microbatch in one layer, with the traffic of tensor and sequence parallelism inside."""
+    """Time and memory of one micro-batch in one layer, including the traffic of tensor and sequence parallelism."""
 
     micro_batch_size: Samples
-    """Samples of one tensor-parallel group."""
+    """Samples of the micro-batch on one tensor-parallel group."""
     sequence_length: Tokens
     """Tokens of a sample."""
     forward_s: Annotated[Seconds, sourced("forward_source")]
     """Time of the forward pass."""
     forward_error_s: Annotated[Seconds, sourced("forward_source")] = 0.0
-    """Standard error of `forward_s`; 0 if none is known."""
+    """Standard error of `forward_s`; 0 if it is not known."""
     forward_source: Source
     """Source of `forward_s` and its error."""
     backward_s: Annotated[Seconds, sourced("backward_source")]
     """Time of the backward pass with recomputation, without gradient reduction."""
     backward_error_s: Annotated[Seconds, sourced("backward_source")] = 0.0
-    """Standard error of `backward_s`; 0 if none is known."""
+    """Standard error of `backward_s`; 0 if it is not known."""
     backward_source: Source
     """Source of `backward_s` and its error."""
     activation_bytes: Annotated[Bytes, sourced("activation_source")]
-    """Resident from the forward to the backward pass."""
+    """Memory that is resident from the forward to the backward pass."""
     activation_source: Source
     """Source of `activation_bytes`."""
     workspace_bytes: Annotated[Bytes, sourced("workspace_source")]
-    """The most that is resident beyond that during a pass."""
+    """The most memory that is resident during a pass beyond `activation_bytes`."""
     workspace_source: Source
     """Source of `workspace_bytes`."""
 
@@ -288,27 +288,27 @@ class StateRow(_TypeColumns, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     parameter_bytes: Annotated[Bytes, sourced("bytes_source")]
     """Bytes of the stored parameters."""
     gradient_bytes: Annotated[Bytes, sourced("bytes_source")]
-    """Bytes of their gradients."""
+    """Bytes of the gradients."""
     optimizer_bytes: Annotated[Bytes, sourced("bytes_source")]
     """Bytes of the optimizer's state."""
     bytes_source: Source
-    """Source of these three."""
+    """Source of these three numbers of bytes."""
     optimizer_s: Annotated[Seconds, sourced("optimizer_source")]
-    """Optimizer time of a step, unsharded, clipping included."""
+    """Time of the optimizer for a step, including clipping, if nothing is sharded."""
     optimizer_source: Source
     """Source of `optimizer_s`."""
     reduction_s: Annotated[Seconds, sourced("reduction_source")]
     """Time that reducing the gradients adds to a step."""
     reduction_ranks: Ranks
-    """Data-parallel ranks of that reduction."""
+    """Number of data-parallel ranks of the measured reduction."""
     reduction_source: Source
     """Source of `reduction_s`."""
     scatter_s: Annotated[Seconds, sourced("zero_source")]
     """Time that reducing the gradients adds to a step under ZeRO."""
     gather_s: Annotated[Seconds, sourced("zero_source")]
-    """Time that gathering the parameters adds to a pass of a microbatch under ZeRO-3."""
+    """Time that gathering the parameters adds to one pass of a micro-batch under ZeRO-3."""
     zero_ranks: Ranks
-    """Data-parallel ranks of the two probes under ZeRO."""
+    """Number of data-parallel ranks of the measurements under ZeRO."""
     zero_source: Source
     """Source of `scatter_s` and `gather_s`."""
 
@@ -317,7 +317,7 @@ class ProcessRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Figures that occur once in a process or a step."""
 
     process_bytes: Annotated[Bytes, sourced("process_source")]
-    """Device memory outside the tensors and the communicators."""
+    """Device memory outside of the tensors and the communicators."""
     process_source: Source
     """Source of `process_bytes`."""
     communicator_bytes: Annotated[Bytes, sourced("communicator_source")]
@@ -325,15 +325,15 @@ class ProcessRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     communicator_source: Source
     """Source of `communicator_bytes`."""
     resident_bytes: Annotated[Bytes, sourced("resident_source")]
-    """Host memory before the model is made."""
+    """Host memory of the process before the model is built."""
     resident_source: Source
     """Source of `resident_bytes`."""
     step_overhead_s: Annotated[Seconds, sourced("step_overhead_source")]
-    """Time of a step that belongs neither to layers nor to reduction nor to parameters."""
+    """Time of a step that belongs neither to layers nor to gradient reduction nor to the optimizer."""
     step_overhead_source: Source
     """Source of `step_overhead_s`."""
     reference_s: Annotated[Seconds, sourced("reference_source")]
-    """Time of the reference workload on a machine as fast as the one of all these times; 0 if none was run."""
+    """Time of the reference workload on a machine as fast as during these measurements; 0 if none was run."""
     reference_source: Source
     """Source of `reference_s`."""
 
@@ -342,13 +342,13 @@ class FitRow(_StrategyColumns, frozen=True, kw_only=True, forbid_unknown_fields=
     """A curve fitted to the points of `layers`, with its errors relative to the points."""
 
     quantity: Quantity
-    """Quantity that the curve gives."""
+    """Quantity that the curve describes."""
     mode: FitMode
-    """Terms that the curve has."""
+    """Form of the curve."""
     micro_batch_size: Annotated[NonNegativeCount, Meta(extra={"unit": "samples"})]
-    """Samples of one tensor-parallel group; 0 if they vary."""
+    """Samples of one tensor-parallel group; 0 if the points differ in it."""
     sequence_length: Annotated[NonNegativeCount, Meta(extra={"unit": "tokens"})]
-    """0 if it varies."""
+    """Tokens of a sample; 0 if the points differ in it."""
     constant: _Coefficient
     """The constant term."""
     linear: _Coefficient
@@ -364,39 +364,40 @@ class FitRow(_StrategyColumns, frozen=True, kw_only=True, forbid_unknown_fields=
     left_out_points: Annotated[NonNegativeCount, Meta(extra={"unit": "points"})]
     """Number of points that were left out one at a time and predicted from the others."""
     left_out_error: _Residual
-    """Median of |prediction - point| / point over them; 0 without any."""
+    """Median of |prediction - point| / point over the left-out points; 0 if there are none."""
 
 
 class ProfileOrigin(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Origin of a profile: the model, the device and the settings."""
 
     model: str
-    """Its name."""
+    """Name of the model."""
     architecture_sha256: str
-    """`Model.architecture_sha256`: the profile applies to models with these layers, in any number."""
+    """`Model.architecture_sha256`: the profile applies to models with these layer types and any number of layers."""
     device: str
     """The device's name as its driver gives it, or `cpu`."""
     backend: str
     """Backend of the collectives."""
     precision: str
-    """`parameters/compute/reduce`, such as `float32/bfloat16/float32`; then ` tf32` where factors are rounded, and
-    ` compiled` where torch.compile compiled the layers."""
+    """`parameters/compute/reduce`, such as `float32/bfloat16/float32`; then ` tf32` if factors are rounded, and `
+    compiled` if the layers were compiled by torch.compile."""
     attention: str
     """The attention kernel."""
     runtime: str = "shardwright"
-    """The runtime whose kernels and memory are meant; only estimates are of another than this project's."""
+    """The runtime whose kernels and memory the profile describes; other runtimes than this project's are only
+    estimated."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelProfile(Profile):
     """The tables of a model profile; there is one profile for each model and device type.
 
-    `layers`: time and memory of one layer of each type (embedding and head too) by strategy and micro-batch. `states`:
-    bytes and optimizer time of one layer's parameters. `process`: what is there once a process or a step, in one row.
-    `fits`: curves through the points of `layers`. If layers have experts that ranks may shard as a whole,
-    `rests` is what such a layer does beside its experts, and `experts` what these do; the two add up. `context` checks
-    what is derived for layers whose ranks split positions. `exchange` has one row on how experts' rows are sent,
-    and `host` what the host spends on layers, if the times of these leave it out.
+    `layers`: time and memory of one layer of each type (including embedding and head) by strategy and micro-batch.
+    `states`: bytes and optimizer time of one layer's parameters. `process`: one row of what occurs once in a process or
+    a step. `fits`: curves through the points of `layers`. If layers have experts that ranks may shard as a whole,
+    `experts` is the part of such a layer that its experts compute, and `rests` is everything else; the two add up.
+    `context`: how times derived for context parallelism compare with measured ones. `exchange`: one row on how experts'
+    rows are sent. `host`: what the host spends on layers, if the layers' times do not include it.
     """
 
     FORMAT: ClassVar[str] = "shardwright.model_profile"
@@ -416,17 +417,17 @@ class ModelProfile(Profile):
 
     @cached_property
     def curves(self) -> dict[LayerKey, list[LayerRow]]:
-        """Return the points of `layers` by key without micro-batch size; each list ascends by that size."""
+        """Return the points of `layers` by key without micro-batch size; each list is sorted by micro-batch size."""
         return _curves(self.layers)
 
     @cached_property
     def rest_curves(self) -> dict[LayerKey, list[LayerRow]]:
-        """Return the points of `rests` by key without micro-batch size; each list ascends by that size."""
+        """Return the points of `rests` by key without micro-batch size; each list is sorted by micro-batch size."""
         return _curves(self.rests)
 
     @cached_property
     def expert_curves(self) -> dict[ExpertKey, list[ExpertRow]]:
-        """Return the points of `experts` by key without the number of rows; each list ascends by that number."""
+        """Return the points of `experts` by key without the number of rows; each list is sorted by that number."""
         curves: dict[ExpertKey, list[ExpertRow]] = {}
         for row in sorted(self.experts.rows, key=lambda row: row.key):
             curves.setdefault(row.key.without("rows"), []).append(row)
@@ -434,7 +435,7 @@ class ModelProfile(Profile):
 
     @property
     def problem(self) -> str | None:
-        """Return a defect, or None: not one process row, a duplicate point, activations that shrink with the batch."""
+        """Return a defect, such as a duplicate point or activations that shrink as the batch grows, or None."""
         if (rows := len(self.process)) != 1:
             return f"table process has {rows} rows, not 1"
         if (rows := len(self.exchange)) > 1:
@@ -451,7 +452,7 @@ def _curves(table: Table[LayerRow]) -> dict[LayerKey, list[LayerRow]]:
 
 
 def _curve_problem(points: Sequence[LayerRow | ExpertRow]) -> str | None:
-    """Return a defect of points of ascending size: a duplicate, or activations that shrink; or None."""
+    """Return a defect of points sorted by size, a duplicate or activations that shrink; None if there is none."""
     for less, more in pairwise(points):
         if less.key == more.key:
             return f"{more.key} is there twice"

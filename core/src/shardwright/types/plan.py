@@ -1,4 +1,4 @@
-"""A plan: the whole decision how to train a model on a cluster, self-contained."""
+"""A plan: all decisions on how to train a model on a cluster, in one self-contained file."""
 
 from collections import Counter
 from enum import StrEnum
@@ -31,22 +31,22 @@ _Times = Annotated[tuple[Seconds, ...], Meta(min_length=1)]
 
 
 class ExpertProbe(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Experts of one rank that compute rows in isolation, the same number for each expert."""
+    """One rank's experts, computed by themselves for a number of rows, the same for each expert."""
 
     type: str
     """The layer's type in the model description of the plans in the same file."""
     experts: Count
-    """Experts of the rank."""
+    """Number of the rank's experts."""
     etp_size: Ranks
-    """Ranks that share each expert's features out."""
+    """Number of ranks over which each expert's features are sharded."""
     recompute: Recompute
     """Activations of the layer that are computed again in the backward pass."""
     rows: Count
-    """Rows of the rank over all its experts."""
+    """Number of rows over all of the rank's experts."""
 
 
 class ExpertMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The measurement of a probe of experts on a rank, while all ranks ran it."""
+    """The measurement of an expert probe on one rank, while all ranks ran the probe."""
 
     probe: ExpertProbe
     """The probe that was run."""
@@ -55,40 +55,42 @@ class ExpertMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=
     backward_s: _Times
     """Time of each backward pass."""
     activation_bytes: Bytes
-    """Resident from the forward to the backward pass."""
+    """Memory that is resident from the forward to the backward pass."""
     workspace_bytes: Bytes
-    """The most that was resident beyond that during a pass."""
+    """The most memory that was resident during a pass beyond `activation_bytes`."""
     reference_s: PositiveSeconds
-    """Time of the reference workload right before."""
+    """Time of the reference workload right before the probe."""
 
 
-# Probes on one device whose samples are one rank's part of longer samples, with the keys of all parts.
+# Probes on one device whose samples represent one rank's part of longer samples, together with the keys of all parts.
 
 
 class ContextProbe(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A probe whose samples represent one rank's part of longer samples (context parallelism)."""
 
     plan: NonNegativeCount
-    """Place of the plan."""
+    """Index of the plan in `plans`."""
     cp_size: SeveralRanks
-    """Number of ranks over which a sample would be split; the rank of the plan stands for one, and its keys for all."""
+    """Number of ranks over which a sample would be split; the plan's only rank represents one of them, and has the keys
+    of all of them."""
 
 
 class Attention(StrEnum):
     """Attention kernels."""
 
     AUTO = "auto"
-    """The fastest that the device and the installation have."""
+    """The fastest kernel that the device and the installation support."""
     SDPA = "sdpa"
-    """PyTorch's scaled_dot_product_attention; on a GPU by the fused kernel that PyTorch prefers, on Hopper cuDNN's."""
+    """PyTorch's scaled_dot_product_attention; on a GPU with the fused kernel that PyTorch prefers, on Hopper
+    cuDNN's."""
     SDPA_MATH = "sdpa_math"
-    """PyTorch's attention by matrix products that keep all scores, which is slow on a GPU."""
+    """PyTorch's attention by matrix products, which keeps all scores and is slow on a GPU."""
     SDPA_FLASH = "sdpa_flash"
-    """PyTorch's own FlashAttention-2 and no other kernel, as context parallelism has it in 16 bits."""
+    """PyTorch's own FlashAttention-2 only, which is what context parallelism uses in 16 bits."""
     SDPA_EFFICIENT = "sdpa_efficient"
-    """PyTorch's memory-efficient kernel and no other; on GPUs only."""
+    """PyTorch's memory-efficient kernel only; on GPUs only."""
     SDPA_CUDNN = "sdpa_cudnn"
-    """cuDNN's kernel and no other; on GPUs only, and not across ranks."""
+    """cuDNN's kernel only; on GPUs only, and not across ranks."""
     FLASH_ATTENTION_2 = "flash_attention_2"
     """The flash-attn package (Dao 2023)."""
     EAGER = "eager"
@@ -96,21 +98,21 @@ class Attention(StrEnum):
 
 
 FUSED_SDPA = (Attention.SDPA, Attention.SDPA_FLASH, Attention.SDPA_EFFICIENT, Attention.SDPA_CUDNN)
-"""PyTorch's attention by kernels that keep no scores."""
+"""PyTorch's attention kernels that do not keep the scores."""
 
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 FP8: Final = "fp8"
 NVFP4: Final = "nvfp4"
 NARROW_BITS = {FP8: 8.0, NVFP4: 4.5}
-"""Bits of an element in the formats of products with a block's weights, which leave everything else in bfloat16; these
-are estimated, not run. 16 elements of NVFP4 share a scale of 8 bits (NVIDIA 2025, arXiv 2509.25149)."""
+"""Bits per element in the formats of matrix products with a block's weights, which leave everything else in bfloat16.
+These formats are estimated, not run. 16 elements of NVFP4 share a scale of 8 bits (NVIDIA 2025, arXiv 2509.25149)."""
 ComputeType = Literal["float64", "float32", "bfloat16", "float16", "fp8", "nvfp4"]
 OptimizerName = Literal["adamw", "adamw-bf16", "adamw-8bit", "sgd", "lion", "muon"]
 Base = Literal["8bit", "4bit"]
 BASE_BITS = {"8bit": 8.0, "4bit": 4.127}
-"""Bits of a weight: of LLM.int8 (Dettmers et al. 2022), whose scale is one of a row; of NF4 with constants that are
-quantized, too, 0.127 bits more (Dettmers et al. 2023, QLoRA, section 3)."""
+"""Bits per weight: 8 for LLM.int8 (Dettmers et al. 2022), with one scale per row; 4.127 for NF4, whose quantized
+constants add 0.127 bits (Dettmers et al. 2023, QLoRA, section 3)."""
 
 
 class Schedule(StrEnum):
@@ -119,13 +121,13 @@ class Schedule(StrEnum):
     interleaves: bool
     """True if a pipeline stage may hold several layer ranges."""
     splits: bool
-    """True if backward passes leave gradients of matrices to passes of their own."""
+    """True if backward passes leave the gradients of matrices to separate passes."""
     turns: bool
-    """True if a micro-batch goes back through the second of two layer ranges, from the last pipeline stage to the
-    first."""
+    """True if each stage holds two layer ranges, and a micro-batch goes through the second ones from the last pipeline
+    stage back to the first."""
 
     def __new__(cls, name: str, interleaves: bool = False, splits: bool = False, turns: bool = False) -> "Schedule":
-        """Make a member, whose value is the schedule's name in files."""
+        """Create a member whose value is the schedule's name in files."""
         member = str.__new__(cls, name)
         member._value_, member.interleaves, member.splits, member.turns = name, interleaves, splits, turns
         return member
@@ -133,28 +135,29 @@ class Schedule(StrEnum):
     def way(self, num_stages: int, num_chunks: int) -> tuple[tuple[int, int], ...]:
         """Return pipeline stage and chunk of every layer range, in the order in which a micro-batch goes through them.
 
-        A chunk is the number of a range on its stage.
+        A chunk is the index of a range on its stage.
         """
         return _way(num_stages, num_chunks, self.turns)
 
     GPIPE = "gpipe"
-    """A step of all forward passes, then all backward passes."""
+    """All forward passes of a step, then all backward passes."""
     ONE_F_ONE_B = "1f1b"
-    """A step of one forward and one backward pass in turn, once the pipeline is full."""
+    """One forward and one backward pass alternately, once the pipeline is full."""
     INTERLEAVED_1F1B = "interleaved_1f1b", True
     """1F1B with several layer ranges on every pipeline stage."""
     ZERO_BUBBLE = "zero_bubble", False, True
-    """1F1B with split backward passes: gradients of matrices come later, where a stage would wait."""
+    """1F1B with split backward passes: gradients of matrices are computed later, when a stage would otherwise wait."""
     ZERO_BUBBLE_H2 = "zero_bubble_h2", False, True
-    """`zero_bubble` with nearly twice its micro-batches in flight, which fill the way in, too."""
+    """`zero_bubble` with nearly twice as many micro-batches in flight, which also fill the pipeline's warm-up."""
     INTERLEAVED_ZERO_BUBBLE = "interleaved_zero_bubble", True, True
     """`interleaved_1f1b` with split backward passes."""
     ZERO_BUBBLE_V = "zero_bubble_v", True, True, True
-    """Split backward passes and two layer ranges a stage in the form of a V, at the memory of 1F1B's first stage."""
+    """Split backward passes and two layer ranges per stage in the form of a V, with the memory of 1F1B's first
+    stage."""
     V_HALF = "v_half", True, True, True
-    """`zero_bubble_v` at about half of its activations."""
+    """`zero_bubble_v` with about half of its activations."""
     V_MIN = "v_min", True, True, True
-    """`zero_bubble_v` at about a third of its activations."""
+    """`zero_bubble_v` with about a third of its activations."""
 
 
 @lru_cache(maxsize=256)
@@ -165,7 +168,7 @@ def _way(num_stages: int, num_chunks: int, turns: bool) -> tuple[tuple[int, int]
 
 
 class GradientReduction(StrEnum):
-    """Time of the gradient reduction: once a step, or after every microbatch."""
+    """When gradients are reduced: once a step, or after every micro-batch."""
 
     DEFERRED = "deferred"
     """Once a step, in the last microbatch's backward pass."""
@@ -179,15 +182,15 @@ class Precision(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     parameters: DType = "float32"
     """Number format of the stored parameters and the optimizer state."""
     compute: ComputeType = "float32"
-    """Number format of the forward and backward pass; fp8 and nvfp4 are estimated, not run, and are formats of
-    products with the weights of blocks: everything else is bfloat16."""
+    """Number format of the forward and backward pass. fp8 and nvfp4 are estimated, not run; they are formats of the
+    matrix products with the weights of blocks: everything else is bfloat16."""
     reduce: DType = "float32"
     """Number format of accumulated gradients and their reduction."""
     tf32: bool = False
-    """Permission to round the factors of float32 matrix products to TF32 (10 bits of mantissa) on a GPU."""
+    """Whether the factors of float32 matrix products may be rounded to TF32 (10 bits of mantissa) on a GPU."""
     base: Base | UnsetType = UNSET
-    """Format of frozen matrices of blocks, which are brought into the compute format for each product; estimated, not
-    run. Left out: as stored."""
+    """Format of the frozen matrices of blocks, which are converted to the compute format for each matrix product;
+    estimated, not run. If omitted, they have the format of stored parameters."""
 
     def __post_init__(self) -> None:
         if self.tf32 and self.compute != "float32":
@@ -195,35 +198,38 @@ class Precision(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def text(self) -> str:
-        """Return `parameters/compute/reduce`, and whether float32 factors are rounded; profiles are labelled by it."""
+        """Return the number formats as `parameters/compute/reduce`, then ` tf32` and ` base ...` if these are set.
+
+        Profiles are labelled by this text.
+        """
         base = "" if self.base is UNSET else f" base {self.base}"
         return f"{self.parameters}/{self.compute}/{self.reduce}" + (" tf32" if self.tf32 else "") + base
 
 
 def profiled_as(precision: Precision, compile: bool) -> str:
-    """Return the text that a profile of a plan's layers is known by: number formats and compilation."""
+    """Return the label of profiles that apply to a plan's layers: number formats and compilation."""
     return precision.text + (" compiled" if compile else "")
 
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, FP8: 2, NVFP4: 2}
-"""Bytes of one element of a tensor in each number format; tensors around narrow products are bfloat16."""
+"""Bytes per element of a tensor in each number format; tensors around matrix products in fp8 and nvfp4 are bfloat16."""
 
 
 class PipelineStage(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A pipeline stage: its ranks, and the layers that they hold."""
 
     ranks: Annotated[tuple[Rank, ...], Meta(min_length=1)]
-    """Numbers of the cluster's devices, ascending; strategies count in their order."""
+    """Numbers of the stage's ranks in the cluster, ascending; strategies split layers over them in this order."""
     layers: Annotated[tuple[tuple[NonNegativeCount, NonNegativeCount], ...], Meta(min_length=1)]
-    """Half-open ranges of layer numbers; several when the schedule is interleaved."""
+    """Half-open ranges of layer numbers; several if the schedule is interleaved."""
 
 
 _ADDED = {"cp_size": 1, "context": ContextParallel.GATHER.value}
-"""Fields of strategies that plans of earlier versions lack, with the values that these plans imply."""
+"""Fields that strategies in plans of earlier versions do not have, with the values that these plans imply."""
 
 
 def _as_before(strategies: object) -> object:
-    """Return strategies, as in JSON, without fields whose values plans of earlier versions imply."""
+    """Return strategies, as in JSON, without the fields of `_ADDED` that have the implied values."""
     if isinstance(strategies, list | tuple):
         return [_as_before(strategy) for strategy in strategies]
     assert isinstance(strategies, dict)
@@ -231,7 +237,7 @@ def _as_before(strategies: object) -> object:
 
 
 def misfit(model: Model, type_name: str, strategy: Strategy) -> str | None:
-    """Return why a layer type cannot be sharded this way, or None if it can."""
+    """Return why a layer type cannot be sharded by a strategy, or None if it can."""
     kind = model.types[type_name]
     match strategy.sequence_parallel:
         case SequenceParallel.NONE:
@@ -248,7 +254,10 @@ def misfit(model: Model, type_name: str, strategy: Strategy) -> str | None:
 
 
 def _misfit_of_sequence(model: Model, kind: LayerType, strategy: Strategy, splits: bool) -> str | None:
-    """Return why a layer type's positions cannot be split over ranks; `splits`: over tensor-parallel ranks too."""
+    """Return why a layer type's positions cannot be split over ranks, or None if they can.
+
+    `splits`: whether tensor-parallel ranks split them, too.
+    """
     lengths = (model.sequence_length, *(tensor.sequence_length for tensor in kind.outputs))
     sequences = [*(kind.sequence_must_divide or {}).items(), *(("the sequence length", length) for length in lengths)]
     degrees = {"cp_size": strategy.cp_size, "tp_size": strategy.tp_size if splits else 1}
@@ -284,7 +293,7 @@ def _misfit_of_experts(kind: LayerType, strategy: Strategy) -> str | None:
 
 
 def _misfit_of_placement(groups: tuple[tuple[int, ...], ...], kind: LayerType, layer: LayerStrategy) -> str | None:
-    """Return why experts cannot be on groups of ranks so, or None if they can."""
+    """Return why `groups` cannot be the experts of each group of ranks, or None if they can."""
     if kind.experts is UNSET or layer.experts is UNSET or layer.experts.ep_size == 1:
         return "its layer has no ep_size above 1: leave it empty"
     number, ep_size = kind.experts.number, layer.experts.ep_size
@@ -295,24 +304,24 @@ def _misfit_of_placement(groups: tuple[tuple[int, ...], ...], kind: LayerType, l
 
 
 class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A way to train a model on a cluster; self-contained: it can be trained, exported or priced again."""
+    """A way to train a model on a cluster; self-contained: it can be trained, exported, or predicted again."""
 
     FORMAT = "shardwright.plan"
 
     name: Name
     """Name that the user gives it."""
     model: Model
-    """The whole model description."""
+    """The complete model description."""
     cluster: Cluster
     """The devices, each of which is a rank of the plan."""
     global_batch_size: Samples
     """Samples of one optimizer step, over all ranks and microbatches."""
     num_microbatches: Samples
-    """Equal parts that a step's samples go through the pipeline in."""
+    """Number of equal parts into which a step's samples are split for the pipeline."""
     schedule: Schedule
     """The order of forward and backward passes."""
     gradient_reduction: GradientReduction = GradientReduction.DEFERRED
-    """Time of the gradient reduction."""
+    """When gradients are reduced."""
     precision: Precision = Precision()
     """The number formats."""
     optimizer: OptimizerName = "adamw"
@@ -322,10 +331,10 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fused: tuple[Literal["rotary", "norm", "cross_entropy"], ...] = ()
     """Modules that kernels of the flash-attn package compute: rotary embeddings, norms, the loss."""
     compile: bool = False
-    """Use of torch.compile for each block; embedding and head are left as they are."""
+    """Use of torch.compile for each block; embedding and head are not compiled."""
     loss_chunks: Count | UnsetType = UNSET
-    """Parts in which a rank's positions go through the last product and the loss, which the backward pass computes
-    again: logits are never whole. Left out: 1."""
+    """Number of parts in which a rank's positions go through the head's matrix product and the loss, so that the logits
+    of all positions never exist at once; the backward pass computes both again. 1 if omitted."""
     stages: Annotated[tuple[PipelineStage, ...], Meta(min_length=1)]
     """The pipeline stages, first to last."""
     embedding: Strategy
@@ -335,8 +344,8 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     layers: tuple[LayerStrategy, ...]
     """Strategy of each layer on its pipeline stage; one entry per layer of the model, in order."""
     expert_placement: tuple[tuple[tuple[NonNegativeCount, ...], ...], ...] | UnsetType = UNSET
-    """Numbers of the experts that each of a layer's `ep_size` groups of ranks holds, one entry per layer of the model;
-    an empty one, and without the field each: groups of neighbours."""
+    """For each layer of the model, the numbers of the experts that each of its `ep_size` groups of ranks holds. If a
+    layer's entry is empty, or the field is omitted, each group holds neighbouring experts."""
 
     def __post_init__(self) -> None:
         self._check_ranks()
@@ -380,16 +389,16 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def sha256(self) -> str:
-        """Return the plan's identity as a document, names and prices included."""
+        """Return the hash of the whole plan as a document, including names and prices."""
         return sha256_of_value(self)
 
     @property
     def executed_sha256(self) -> str:
         """Return the hash of what a run of the plan executes.
 
-        Neither names nor the cluster (its prices, memory and nodes) belong to it, nor what the planner knows of the
-        model beyond its family, configuration, sequence length and layers. A field of strategies that plans of earlier
-        versions lack belongs to it where it says something new.
+        It excludes the plan's name, the cluster (its prices, memory and nodes), and what the model description contains
+        beyond family, configuration, sequence length and layers. A strategy's field that plans of earlier versions do
+        not have is included only if its value differs from the one that these plans imply.
         """
         executed = {name: getattr(self, name) for name in self.__struct_fields__ if name not in ("name", "cluster")}
         model = self.model
@@ -401,7 +410,7 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def way(self) -> tuple[tuple[int, int], ...]:
         """Return pipeline stage and chunk of every layer range, in the order in which a micro-batch goes through them.
 
-        A chunk is the number of a range in its stage's `layers`.
+        A chunk is the index of a range in its stage's `layers`.
         """
         return self.schedule.way(len(self.stages), len(self.stages[0].layers))
 
@@ -470,10 +479,10 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 raise ValueError(f"expert_placement[{i}]: {problem}")
 
     def _check_empty(self, number: int, layer: int) -> None:
-        """Raise ValueError for a layer range without blocks, embedding or head in a stage that has no other layers.
+        """Raise ValueError if an empty layer range is not allowed: one without blocks, embedding and head.
 
-        `number`: of the range on a micro-batch's way. What it receives it passes on, as it is: its ranks are as many as
-        those of the stage before.
+        `number`: index of the range in `way`, `layer`: where it begins and ends. The stage must hold other layers. As
+        the range passes its input on unchanged, its stage must have as many ranks as the stage before.
         """
         (index, _), (previous, _) = self.way[number], self.way[number - 1]
         where, stage = f"stages[{index}]: layer range [{layer}, {layer}]", self.stages[index]
@@ -493,14 +502,14 @@ class Plans(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     VERSION = 2
 
     plans: Annotated[tuple[Plan, ...], Meta(min_length=1)]
-    """The plans, in the order they are to be run."""
+    """The plans, in the order in which they are to be run."""
     in_turns: tuple[Annotated[tuple[NonNegativeCount, ...], Meta(min_length=2)], ...] = ()
-    """Indices of plans whose times are subtracted, the reference first: they are stepped in turns, so that a slow
-    moment of the machine affects all of them."""
+    """Groups of indices of plans whose times are subtracted, the reference plan first; they are stepped alternately, so
+    that a slow moment of the machine affects all of them."""
     experts: tuple[ExpertProbe, ...] | UnsetType = UNSET
     """Probes of the model's experts in isolation, to be measured in addition; omitted if there are none."""
     context: tuple[ContextProbe, ...] | UnsetType = UNSET
-    """Plans whose samples stand for parts of longer ones; omitted if there are none."""
+    """Plans whose samples represent parts of longer samples; omitted if there are none."""
 
     def __post_init__(self) -> None:
         places = [place for group in self.in_turns for place in group]

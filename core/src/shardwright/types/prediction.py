@@ -1,4 +1,4 @@
-"""A prediction of a plan's time and memory, with the proof and the runners-up."""
+"""A prediction of a plan's time and memory, with a proof of how good the plan is, and the next best plans."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -22,60 +22,60 @@ from shardwright.types.plan import Plan
 
 
 class StagePrediction(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Figures of a pipeline stage: time of a microbatch and of a step's end, peak memory of a rank, each by term."""
+    """Predictions for a pipeline stage: time of a micro-batch and of the step's end, peak memory of a rank; by term."""
 
     time_s: Seconds
-    """Forward and backward of one microbatch, sends included."""
+    """Time of the forward and backward pass of one micro-batch, including sends."""
     time_terms_s: dict[str, Seconds]
-    """Terms that `time_s` is made of."""
+    """The terms of `time_s`, and the terms of the step's end (`gradient_sync`, `optimizer`), by name."""
     memory_bytes: Bytes
-    """Peak memory of a rank."""
+    """Peak memory of one rank."""
     memory_terms_bytes: dict[str, Bytes]
-    """Terms that `memory_bytes` is made of."""
+    """The terms of `memory_bytes`, by name."""
     host_bytes: Bytes | UnsetType = UNSET
-    """Host memory of a rank, which offloaded layers take; omitted if there are none."""
+    """Host memory of one rank for what its layers offload; omitted if they offload nothing."""
 
 
 class TimelineEvent(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An action of the simulated step."""
 
     stage: Rank
-    """The pipeline stage; of a message the one that sends it."""
+    """The pipeline stage; for a message, the one that sends it."""
     kind: str
     """`forward`, `backward`, `send_forward` (to the next stage), `send_backward` (to the previous one),
-    `gradient_sync`, which may go on beside a backward pass, or `optimizer`."""
+    `gradient_sync`, which may overlap with a backward pass, or `optimizer`."""
     microbatch: NonNegativeCount | None
-    """The microbatch it is done for; null if it is for all of them."""
+    """The micro-batch of the action; null if it concerns all of them."""
     chunk: NonNegativeCount | None
-    """Number of the layer range in the stage's `layers`; null if it is for all of them."""
+    """Index of the layer range in the stage's `layers`; null if the action concerns all of them."""
     start_s: Seconds
-    """Time since the step began."""
+    """Start, as the time since the step began."""
     end_s: Seconds
-    """Time since the step began."""
+    """End, as the time since the step began."""
 
 
 class Proof(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is proven about a searched plan."""
+    """What is proven about a plan that a search found."""
 
     objective: str
     """Objective that was minimised, in words."""
     objective_s: Seconds
-    """Its value for the chosen plan."""
+    """Value of the objective for the chosen plan."""
     objective_bound_s: Seconds
-    """No plan in the scope has a lower value."""
+    """Lower bound: no plan in the scope has a lower value."""
     gap: NonNegativeNumber
     """objective_s / objective_bound_s - 1; 0 means optimal."""
     scope: str
-    """The space of plans for which it holds."""
+    """The space of plans for which the bound holds."""
     examined: NonNegativeCount
-    """Cases (pipeline degree, microbatches, schedule) that were looked at."""
+    """Number of cases (pipeline degree, micro-batches, schedule) that were examined."""
     solved: NonNegativeCount
-    """How many of these were solved exactly; the others were ruled out by bounds."""
+    """Number of cases that were solved exactly; the others were ruled out by bounds."""
     split_bound_s: Seconds | UnsetType = UNSET
-    """No plan with split backward passes has a lower simulated time; 0: nothing is proven of them; omitted if the
-    search did not look for any."""
+    """Lower bound of the simulated time of plans with split backward passes; 0 if nothing is proven about them; omitted
+    if the search did not consider any."""
     second_opinion: str | None = field(default=None, name="certificate")
-    """Verdict of the solver HiGHS, which earlier versions asked; read and never written, and unrelated to `verify`."""
+    """Verdict of the solver HiGHS in files of earlier versions; never written, and unrelated to `verify`."""
 
     @property
     def nearness(self) -> str:
@@ -89,11 +89,11 @@ class Estimate(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Predicted time and memory of one plan under the cost model."""
 
     simulated_step_time_s: Seconds
-    """The event-driven simulation of the plan's action list."""
+    """Step time by an event-driven simulation of the plan's actions."""
     simulated_lower_bound_s: Seconds
-    """No order of the same actions can take less."""
+    """Lower bound of the step time for any order of the same actions."""
     objective_s: Seconds
-    """The closed form that the search minimises."""
+    """Step time by the closed form that the search minimises."""
     samples_per_s: NonNegativeNumber
     """Global batch size over the simulated step time."""
     usd_per_step: NonNegativeNumber | None
@@ -101,16 +101,16 @@ class Estimate(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     stages: Annotated[tuple[StagePrediction, ...], Meta(min_length=1)]
     """The pipeline stages, first to last."""
     timeline: tuple[TimelineEvent, ...]
-    """The simulated step, by start."""
+    """The actions of the simulated step, sorted by start."""
 
     @property
     def memory_bytes(self) -> int:
-        """Return the peak memory of a rank of the fullest pipeline stage."""
+        """Return the peak memory of a rank in the pipeline stage with the most."""
         return max(stage.memory_bytes for stage in self.stages)
 
 
 class RunnerUp(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The best plan of another configuration (pipeline degree, micro-batches, schedule) than the chosen plan's."""
+    """The best plan of a configuration (pipeline degree, micro-batches, schedule) other than the chosen plan's."""
 
     plan: Plan
     """The plan."""
@@ -119,7 +119,7 @@ class RunnerUp(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Prediction(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A prediction for a plan, in a separate file next to the plan's."""
+    """A prediction for a plan, in a separate file next to the plan's file."""
 
     FORMAT = "shardwright.prediction"
     REMOVED: ClassVar[Mapping[str, Removed]] = {"robust": Removed("", ignored=None)}
@@ -128,15 +128,15 @@ class Prediction(Document, frozen=True, kw_only=True, forbid_unknown_fields=True
     plan_sha256: Sha256
     """Identity of the plan: SHA-256 of its canonical JSON."""
     memory_budget_bytes: Bytes | None
-    """Bytes that a rank of the fullest pipeline stage may hold; null for a plan that was only evaluated."""
+    """Memory budget of a rank in the pipeline stage with the highest peak; null if the plan was only evaluated."""
     estimate: Estimate
     """Predicted time and memory of the plan."""
     proof: Proof | None
-    """Null for a plan that was not searched."""
+    """What the search proved; null if the plan was not searched."""
     runners_up: tuple[RunnerUp, ...]
-    """Plans that were not chosen, the best first; empty if nobody asked for them."""
+    """Plans that were not chosen, the best first; empty if none were requested."""
     warnings: tuple[str, ...]
-    """Facts beyond measurements that the prediction leans on, such as extrapolation."""
+    """What the prediction assumes beyond measurements, such as extrapolation."""
     inputs_sha256: dict[str, Sha256]
     """SHA-256 of every profile and of the search file, by role."""
     reference_s: Seconds = 0.0
@@ -145,73 +145,78 @@ class Prediction(Document, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Name and version of the program that predicted; empty in files of earlier versions."""
 
 
-# A certificate: dual values and cuts from which the lower bound of a search is confirmed without searching.
+# A certificate: dual values and cuts that confirm the lower bound of a search without searching again.
 
 
 Weight = Annotated[float, Meta(ge=0, le=1e15)]
-"""A dual value."""
+"""A dual value, without unit or in picoseconds per byte."""
 Picoseconds = Annotated[float, Meta(gt=0, le=1e21)]
 
 
 class MemoryPrice(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The dual value of a pipeline stage's memory at one moment, or at a mixture of two."""
+    """The dual value of a pipeline stage's memory at one moment, or at a mixture of two moments."""
 
     ps_per_byte: Weight
-    """Cost of a byte."""
+    """Cost of one byte."""
     phase: Annotated[int, Meta(ge=0, le=1)] = 0
-    """0: all microbatches that the stage has in flight; 1: one less, if the stage has all of the step in flight."""
+    """0: all micro-batches that the stage has in flight are held; 1: one less, if the stage has all of the step in
+    flight."""
     last_layer: Annotated[float, Meta(ge=0, le=1)] = 1.0
-    """The share of the moment at the stage's last layer; the rest is the moment at its first."""
+    """The weight of the moment at the stage's last layer; the rest is the weight of the moment at its first layer."""
 
 
 Prices = tuple[tuple[MemoryPrice, ...], ...]
-"""Prices by pipeline stage, or one entry for all; of each run of layers the price that bounds it most counts."""
+"""Prices by pipeline stage, or one entry for all stages; for each run of layers, the price that gives the highest bound
+applies."""
 
 
 class Band(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A range of times of the slowest stage, and the dual values that bound all plans in it."""
+    """A range of the slowest stage's time, and the dual values that bound all plans in this range."""
 
     slowest_below_ps: Picoseconds | None
-    """Upper end of the range, whose lower end is that of the band before, or 0 for the first. Null: unlimited."""
+    """Upper end of the range; null if it is unlimited. The lower end is the previous band's upper end, or 0 for the
+    first."""
     slowest_weights: tuple[Weight, ...]
-    """Dual values of being no slower than the slowest, by pipeline stage, or one for all."""
+    """Dual values, by pipeline stage or one for all, of the constraint that no stage is slower than the slowest."""
     exposed_weights: tuple[Weight, ...]
-    """Dual values, by pipeline stage or one for all, of the constraint that no stage's end is longer than the
-    longest."""
+    """Dual values, by pipeline stage or one for all, of the constraint that no stage's exposed end of the step is
+    longer than the longest."""
     prices: Prices
     """Prices of memory, for the cost with these weights."""
 
 
 class ConfigurationProof(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Dual values that show that no plan of a configuration is below the bound."""
+    """Dual values that show that no plan of a configuration is faster than the bound."""
 
     configuration: str
-    """Batch, micro-batches, pipeline degree and whatever else the search fixes first."""
+    """Name of the configuration: batch, micro-batches, pipeline degree, and what else the search fixes first."""
     layouts: bool
-    """True if moving between layouts has its cost; else it counts as free."""
+    """True if moving between layouts has a cost; false if it counts as free."""
     time_prices: Prices
     """Prices of memory for the least time of a microbatch in a stage."""
     bands: Annotated[tuple[Band, ...], Meta(min_length=1)]
-    """Ascending; together every plan."""
+    """Bands in ascending order, which together cover every plan."""
 
 
 class Certificate(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A certificate that no plan of a search's space is faster than a bound, by its closed form."""
+    """A certificate that no plan of a search's space is faster than a bound, by the closed form of the step time."""
 
     FORMAT = "shardwright.certificate"
 
     plan_sha256: Sha256
-    """The plan that the search chose."""
+    """SHA-256 of the plan that the search chose."""
     inputs_sha256: dict[str, Sha256]
-    """The search file and the profiles that the bound is about, by role."""
+    """SHA-256 of the search file and of each profile that the bound depends on, by role."""
     bound_ps: Annotated[float, Meta(ge=1, le=1e21)]
-    """No plan has a lower closed form: a step of the plan's batch size, or as much for a sample."""
+    """Lower bound of the closed form over all plans, as the time of a step with the chosen plan's batch size; the time
+    of other batch sizes is scaled to that number of samples."""
     configurations: Annotated[tuple[ConfigurationProof, ...], Meta(min_length=1)]
-    """Every configuration of the space, in the order of the search."""
+    """Proofs for every configuration of the space, in the order of the search."""
     split_bound_ps: Picoseconds | UnsetType = UNSET
-    """No plan with split backward passes has a lower simulated time; omitted if nothing is confirmed of them."""
+    """Lower bound of the simulated time of plans with split backward passes; omitted if none is confirmed."""
     split_configurations: tuple[ConfigurationProof, ...] = ()
-    """Proofs of it: of the slowest stage, or of a weighted mean of stages, for every pipeline of the space."""
+    """Proofs of `split_bound_ps`, for every pipeline of the space: by the slowest stage, or by a weighted mean of
+    stages."""
 
 
 # Corrections of predictions by measured plans: a factor for each term, stored separately from profiles.
@@ -228,21 +233,21 @@ class Term(StrEnum):
 
 
 class CorrectionFactor(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Measured over predicted: the median over the measured plans, each plan being the median of its ranks.
+    """Measured over predicted: the median over the measured plans of the median over each plan's ranks.
 
-    Of the end of a step, where all ranks wait for the slowest, a plan is the least of its ranks.
+    For the end of a step, where all ranks wait for the slowest, a plan's lowest rank counts instead of the median rank.
     """
 
     factor: PositiveNumber
-    """The median over the plans; for memory at most what lets each plan that ran fit its devices."""
+    """The median over the plans; for memory, at most the factor with which each plan that ran fits its devices."""
     lowest: Number
-    """Factor of the plan with the lowest one; not positive if noise exceeds what was measured."""
+    """Factor of the plan with the lowest factor; not positive if noise exceeds what was measured."""
     highest: PositiveNumber
-    """Factor of the plan with the highest."""
+    """Factor of the plan with the highest factor."""
     num_plans: Count
-    """Different plans that were measured."""
+    """Number of different plans that were measured."""
     num_ranks: Count
-    """Ranks that were measured, over all plans."""
+    """Number of ranks that were measured, over all plans."""
 
     def __post_init__(self) -> None:
         if not self.lowest <= self.factor <= self.highest:
@@ -250,24 +255,25 @@ class CorrectionFactor(Value, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Correction(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Ratios of measured plans to their predictions from two profiles; valid only for these profiles."""
+    """Ratios of measured plans to their predictions from certain profiles; valid only for these profiles."""
 
     FORMAT = "shardwright.correction"
 
     factors: dict[Term, CorrectionFactor]
-    """Factors by term; terms about which no measured plan is informative are omitted.
+    """Factors by term; terms that no measured plan gives information about are omitted.
 
-    `forward` and `backward`: one microbatch's pass through a rank's layers, less what gathers and moves between layouts
-    are predicted to take; `gradient_sync`: what reducing gradients adds to a step; `step_end`: the optimizer's step
-    with the step's overhead, which holds the optimizer's fixed part; `memory`: the peak of a rank, process included.
+    `forward` and `backward`: one micro-batch's pass through a rank's layers, minus the predicted time of gathers and of
+    moves between layouts. `gradient_sync`: what reducing gradients adds to a step. `step_end`: the optimizer's step
+    with the step's overhead, which includes the optimizer's fixed part. `memory`: the peak of a rank, including the
+    process.
     """
     plans_sha256: Annotated[tuple[Sha256, ...], Meta(min_length=1)]
-    """The plans that were measured."""
+    """SHA-256 of the plans that were measured."""
     measurements_sha256: Annotated[tuple[Sha256, ...], Meta(min_length=1)]
-    """The files they were read from."""
+    """SHA-256 of the measurement files."""
     hardware_sha256: Sha256
-    """The hardware profile that they were predicted with."""
+    """SHA-256 of the hardware profile of the predictions."""
     profiles_sha256: Annotated[tuple[Sha256, ...], Meta(min_length=1)]
-    """The model profiles that they were predicted with."""
+    """SHA-256 of the model profiles of the predictions."""
     warnings: tuple[str, ...]
-    """Factors whose evidence is thin."""
+    """Warnings about factors with little evidence."""

@@ -1,4 +1,4 @@
-"""Files of a training run: a line per step, a summary, and the nodes' agreement after one is lost."""
+"""Files of a training run: one line per step, a summary, and the plan on which the nodes agree after one is lost."""
 
 from collections.abc import Sequence
 from math import isclose
@@ -23,70 +23,72 @@ from shardwright.types.plan import Plan
 
 
 class Evaluation(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A loss on validation data, which is not trained on."""
+    """The loss on validation data, which is not trained on."""
 
     loss: float
-    """Mean cross entropy over all labels that count, with nothing dropped."""
+    """Mean cross entropy over all labels that are not ignored, with dropout disabled."""
     perplexity: NonNegativeNumber | None
-    """exp(loss); null for images, or beyond 10^15."""
+    """exp(loss); null for images, and if it exceeds 10^15."""
     labels: Count
-    """Number of labels that counted."""
+    """Number of labels that were not ignored."""
     samples: Count
-    """Number of samples that these are from."""
+    """Number of samples that were evaluated."""
     time_s: Seconds
     """Time of the evaluation."""
 
 
 class BestCheckpoint(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The checkpoint with the least loss of all evaluations."""
+    """The checkpoint with the lowest loss of all evaluations."""
 
     step: Count
     """Step after which it was saved."""
     loss: float
     """Loss of its evaluation."""
     checkpoint: str
-    """Its folder."""
+    """Folder of the checkpoint."""
 
 
 class StepMetrics(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A step's line in metrics.jsonl."""
 
     step: Count
-    """Number of the optimizer step, the first being 1."""
+    """Number of the optimizer step, counted from 1."""
     loss: float
-    """Mean cross entropy over the step's tokens, with the part of further tokens', and auxiliary losses."""
+    """Mean cross entropy over the step's tokens, plus the weighted losses of further predicted tokens and auxiliary
+    losses."""
     step_time_s: Seconds
     """Time of the step."""
     tokens_per_s: NonNegativeNumber
-    """Tokens of the global batch over the step time."""
+    """Tokens of the global batch divided by the step time."""
     mfu: NonNegativeNumber | None
-    """Model floating-point operations over the devices' peak, counting only pairs of positions that causal attention
-    sees; null if the peak is not known."""
+    """Model FLOP utilization: the model's floating-point operations divided by the devices' peak, counting only pairs
+    of positions that causal attention sees; null if the peak is not known."""
     mfu_full_square: NonNegativeNumber | None = None
-    """The same with masked pairs, as PaLM and Megatron-LM count; null if the peak is not known."""
+    """Model FLOP utilization including masked pairs, as PaLM and Megatron-LM count; null if the peak is not known."""
     grad_norm: float | None
-    """Global 2-norm of the gradients before clipping; null if float16 overflowed and the step updated nothing."""
+    """Global 2-norm of the gradients before clipping; null if float16 overflowed, so that the step updated nothing."""
     learning_rate: float
-    """Learning rate of the optimizer in the step."""
+    """Learning rate of the step."""
     peak_memory_bytes: tuple[Bytes, ...]
     """Per rank: the allocator's peak on CUDA, the peak resident set of the process on CPU."""
     time_utc: str
     """End of the step, in ISO 8601."""
     auxiliary_loss: float | UnsetType = UNSET
-    """The part of the loss that comes from blocks' auxiliary losses; absent if the family has none."""
+    """The part of the loss that is the blocks' auxiliary losses; omitted if the family has none."""
     mtp_losses: tuple[float, ...] | UnsetType = UNSET
-    """Mean cross entropy of each depth that predicts further tokens, which the loss has a part of; absent if there are
-    none."""
+    """Mean cross entropy at each depth of multi-token prediction, a part of which is added to the loss; omitted if
+    there are no such depths."""
     expert_imbalance: NonNegativeNumber | UnsetType = UNSET
-    """Load of the fullest expert over the mean expert's, averaged over layers; absent if there are none."""
+    """Load of the fullest expert divided by the mean load of an expert, averaged over layers; omitted if there are no
+    experts."""
     save_s: Seconds | UnsetType = UNSET
-    """Longest save of a checkpoint so far, since this start of the run; absent before the first."""
+    """Longest time of saving a checkpoint since this start of the run; omitted before the first save."""
     evaluation: Evaluation | None = None
     """Evaluation of the weights after the step; null if there was none."""
 
 
 class RunResult(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """DONE.json: the run reached its last step."""
+    """DONE.json: written when the run has reached its last step."""
 
     FORMAT = "shardwright.run"
     VERSION = 2
@@ -94,34 +96,34 @@ class RunResult(Document, frozen=True, kw_only=True, forbid_unknown_fields=True)
     plan_sha256: Sha256
     """Identity of the plan: SHA-256 of its canonical JSON."""
     steps: Count
-    """Optimizer steps in all."""
+    """Number of optimizer steps of the whole run."""
     first_loss: float
     """Loss of step 1."""
     final_loss: float
     """Loss of the last step."""
     attention: str
-    """The attention kernel that ran: the one taken where the plan said `auto`."""
+    """The attention kernel that ran; if the plan says `auto`, the one that was chosen."""
     wall_s: Seconds
-    """Time of this process and of the ones that it resumed, start-up and checkpoints included."""
+    """Wall-clock time of this process and of those that it resumed from, including start-up and checkpoints."""
     checkpoint: str
     """Folder of the last checkpoint."""
     best: BestCheckpoint | None = None
-    """Null if the run was not asked to keep it."""
+    """The checkpoint with the lowest evaluation loss; null if the run was not asked to keep it."""
     predicted_step_time_s: Seconds | None = None
     """Step time of the prediction next to the plan; null if there is none."""
 
 
 class StopNote(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """STOPPED.json: the run ended with exit code 75, and the same command resumes it."""
+    """STOPPED.json: written when the run ends with exit code 75; the same command resumes it."""
 
     FORMAT = "shardwright.stopped"
 
     step: Count
-    """The last step that is saved."""
+    """The last step that was saved."""
     steps: Count
     """Number of steps of the whole run."""
     reason: Literal["signal", "max_time_s"]
-    """Why: it was signalled, or its own time was up."""
+    """Reason of the stop: a signal, or the run's own time limit."""
     checkpoint: str
     """Folder of the checkpoint."""
     time_utc: str
@@ -134,20 +136,21 @@ class Replanned(Document, frozen=True, kw_only=True, forbid_unknown_fields=True)
     FORMAT = "shardwright.replanned"
 
     plan: Plan
-    """Plan for the nodes that are left."""
+    """Plan for the remaining nodes."""
     resume_from: str | None
     """The checkpoint to resume from; null if the run had none yet."""
     step_before_s: Seconds
     """Predicted time of a step under the plan for all nodes."""
     step_after_s: Seconds
-    """Predicted time of a step under this one."""
+    """Predicted time of a step under the new plan."""
 
 
-# The load of experts that a run logged: the positions routed to each, which decide the fullest rank's work.
+# The load of experts that a run logged: the number of positions routed to each expert. The rank with the highest load
+# determines the time.
 
 
 _ROUNDING = 1e-6
-"""Distance from 1 of the sum of a layer's shares, at most."""
+"""The largest accepted deviation of the sum of a layer's shares from 1."""
 
 
 class GroupLoad(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -156,7 +159,7 @@ class GroupLoad(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ep_size: Ranks
     """Number of groups into which the experts are split."""
     imbalance: PositiveNumber
-    """Load of the fullest group over the mean group's load, both averaged over the steps."""
+    """Load of the fullest group divided by the mean load of a group, both averaged over the steps."""
 
     def __post_init__(self) -> None:
         if not 1 - _ROUNDING <= self.imbalance <= self.ep_size * (1 + _ROUNDING):
@@ -167,21 +170,22 @@ class LayerLoad(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The load of the experts of one layer, as shares of all rows."""
 
     layer: NonNegativeCount
-    """Number of the block, from 0."""
+    """Index of the block."""
     shares: Annotated[tuple[Share, ...], Meta(min_length=1)]
     """Share of each expert in the assignments of positions to experts; they add up to 1."""
     groups: tuple[GroupLoad, ...] = ()
-    """The fullest group for each number of groups, step by step; omitted if only the shares are known."""
+    """The load of the fullest group, determined in each step, for each number of groups; omitted if only `shares` is
+    known."""
 
     def __post_init__(self) -> None:
         if not isclose(total := sum(self.shares), 1.0, abs_tol=_ROUNDING):
             raise ValueError(f"the shares of layer {self.layer} add up to {total:g}, not to 1")
 
     def imbalance(self, ep_size: int) -> float:
-        """Return the fullest of `ep_size` groups' load divided by the mean group's, from 1 to `ep_size`.
+        """Return the load of the fullest of `ep_size` groups divided by the mean load of a group: from 1 to `ep_size`.
 
-        Without figures of single steps it is that of the shares, which hide a peak that moves from step to step. Raises
-        ValueError if `ep_size` does not divide the experts.
+        If `groups` has no entry for `ep_size`, it is computed from the shares, which hide a peak that moves from step
+        to step. Raises ValueError if `ep_size` does not divide the experts.
         """
         for group in self.groups:
             if group.ep_size == ep_size:
@@ -192,7 +196,7 @@ class LayerLoad(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.placed_imbalance([range(first, first + size) for first in range(0, len(self.shares), size)])
 
     def placed_imbalance(self, groups: Sequence[Sequence[int]]) -> float:
-        """Return the load of the fullest of given groups of experts divided by the mean group's, by the shares."""
+        """Return the load of the fullest of given groups of experts divided by a group's mean load, by the shares."""
         return len(groups) * max(sum(self.shares[expert] for expert in group) for group in groups)
 
 
@@ -204,9 +208,9 @@ class ExpertLoad(Document, frozen=True, kw_only=True, forbid_unknown_fields=True
     model: Name
     """Name of the model description."""
     first_step: Count
-    """The first step that is counted."""
+    """The first step that the load includes."""
     last_step: Count
-    """The last one."""
+    """The last step that the load includes."""
     layers: Annotated[tuple[LayerLoad, ...], Meta(min_length=1)]
     """The layers with experts, in ascending order."""
 

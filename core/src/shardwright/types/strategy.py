@@ -15,33 +15,34 @@ class DataParallel(StrEnum):
     DDP = "ddp"
     """Nothing is sharded: every rank holds parameters, gradients and optimizer state completely."""
     ZERO2 = "zero2"
-    """Gradients and optimizer state; parameters are gathered once a step."""
+    """Gradients and optimizer state are sharded; parameters are gathered once a step."""
     ZERO3 = "zero3"
-    """Parameters too; they are gathered in the forward and again in the backward pass."""
+    """Parameters are sharded too; they are gathered in the forward pass and again in the backward pass."""
 
 
 class SequenceParallel(StrEnum):
-    """Kinds of sequence parallelism: whether the ranks of a tensor-parallel group share the sequence, and how."""
+    """Kinds of sequence parallelism: whether and how the ranks of a tensor-parallel group split the sequence."""
 
     NONE = "none"
     """Every rank of the group holds the whole sequence."""
     MEGATRON = "megatron"
     """Between the matrix products each rank holds 1/tp_size of the sequence (Korthikanti et al. 2022)."""
     ULYSSES = "ulysses"
-    """The sequence is split everywhere except in attention, where heads are (Jacobs et al. 2023)."""
+    """The sequence is split everywhere except in attention, where heads are split instead (Jacobs et al. 2023)."""
 
 
 class ContextParallel(StrEnum):
     """How the positions of one rank attend to positions of other ranks of its context-parallel group."""
 
     GATHER = "gather"
-    """Keys and values of all ranks are gathered (Grattafiori et al. 2024)."""
+    """Each rank gathers the keys and values of all ranks (Grattafiori et al. 2024)."""
     RING = "ring"
-    """Keys and values go around the ranks, and each attends to the ones that it currently has (Liu et al. 2023)."""
+    """Keys and values are passed around the ranks, and each rank attends to the ones that it currently has (Liu et al.
+    2023)."""
 
 
 class Recompute(StrEnum):
-    """Choices of the activations of a layer that are computed again in its backward pass."""
+    """Choices of which activations of a layer are recomputed in its backward pass."""
 
     NONE = "none"
     """No activations are recomputed: all are kept."""
@@ -54,42 +55,42 @@ class Recompute(StrEnum):
     SELECTIVE = "selective"
     """Activations other than results of matrix products and of attention are recomputed (Korthikanti et al. 2022)."""
     NORMS = "norms"
-    """Results of norms are recomputed, by themselves: what reads them does not keep them."""
+    """Only results of norms are recomputed: the operations that read them do not keep them."""
     ACTIVATIONS = "activations"
-    """Results of activation functions, with their gates, are recomputed, those of experts too."""
+    """Results of activation functions and their gates are recomputed, also in experts."""
     LATENTS = "latents"
-    """Queries, keys and values are recomputed from the latents of attention that has some (MLA)."""
+    """Queries, keys and values are recomputed from attention's latents, in models that have them (MLA)."""
     NORMS_ACTIVATIONS = "norms+activations"
-    """Both."""
+    """Norms and activation functions, as above."""
     NORMS_LATENTS = "norms+latents"
-    """Both."""
+    """Norms and latents, as above."""
     ACTIVATIONS_LATENTS = "activations+latents"
-    """Both."""
+    """Activation functions and latents, as above."""
     NORMS_ACTIVATIONS_LATENTS = "norms+activations+latents"
-    """All three."""
+    """Norms, activation functions and latents, as above."""
     LIGHT = "light"
-    """Results of norms, of experts' activation functions, and of products with latents are recomputed, as Megatron-LM's
-    modules layernorm, moe_act and mla_up_proj do."""
+    """Results of norms, of experts' activation functions, and of matrix products with latents are recomputed, as by
+    Megatron-LM's modules layernorm, moe_act and mla_up_proj."""
     ATTENTION_NORMS = "attention+norms"
-    """Attention as a whole, and norms outside it."""
+    """Attention as a whole, and results of norms outside it."""
     ATTENTION_ACTIVATIONS = "attention+activations"
-    """Attention as a whole, and activation functions outside it."""
+    """Attention as a whole, and results of activation functions outside it."""
     ATTENTION_NORMS_ACTIVATIONS = "attention+norms+activations"
-    """All three."""
+    """Attention as a whole, and results of norms and activation functions outside it."""
     MLP_NORMS = "mlp+norms"
-    """The feed-forward part as a whole, and norms outside it."""
+    """The feed-forward part as a whole, and results of norms outside it."""
     MLP_LATENTS = "mlp+latents"
-    """The feed-forward part as a whole, and products with latents."""
+    """The feed-forward part as a whole, and results of matrix products with latents."""
     MLP_NORMS_LATENTS = "mlp+norms+latents"
-    """All three."""
+    """The feed-forward part as a whole, results of norms outside it, and results of matrix products with latents."""
 
     @property
     def half(self) -> "Recompute | None":
-        """Return the half of a layer that alone is recomputed as a whole, attention or mlp; None if neither is."""
+        """Return the half of a layer, `attention` or `mlp`, that is the only one recomputed as a whole, or None."""
         return next((kind for kind in (Recompute.ATTENTION, Recompute.MLP) if kind in self.split("+")), None)
 
     def replays(self, part: str) -> bool:
-        """Return whether the backward pass recomputes a part of the layer as a whole, such as `attention`."""
+        """Return whether the backward pass recomputes a part of the layer as a whole; `part`: `attention` or `mlp`."""
         return self in (Recompute.FULL, Recompute.SELECTIVE) or self.half == part
 
     @property
@@ -99,9 +100,9 @@ class Recompute(StrEnum):
 
     @property
     def parts(self) -> frozenset["RecomputedPart"]:
-        """Return the parts of the layer that are recomputed one by one, each just before something reads its results.
+        """Return the parts of the layer that are recomputed one by one, each just before its results are read.
 
-        There are none in what is recomputed as a whole.
+        Parts inside what is recomputed as a whole are not included.
         """
         if self is Recompute.LIGHT:
             return frozenset((RecomputedPart.NORMS, RecomputedPart.EXPERT_ACTIVATIONS, RecomputedPart.LATENTS))
@@ -111,72 +112,73 @@ class Recompute(StrEnum):
 
 
 class RecomputedPart(StrEnum):
-    """Parts of a layer that are recomputed by themselves, whose results are freed once they have been read."""
+    """Parts of a layer that are recomputed separately, and whose results are freed after they have been read."""
 
     NORMS = "norms"
     ACTIVATIONS = "activations"
-    """Activation functions with their gates, of feed-forward parts that every position goes through."""
+    """Activation functions and gates of the feed-forward parts that compute every position."""
     EXPERT_ACTIVATIONS = "expert_activations"
-    """The same of experts."""
+    """Activation functions and gates of experts."""
     LATENTS = "latents"
-    """Products with latents, and what is made of them before attention."""
+    """Matrix products with latents, and everything computed from them before attention."""
 
 
 RECOMPUTE_SETS = tuple(kind for kind in Recompute if kind.parts)
-"""The kinds that recompute parts one by one, some beside a whole half of the layer."""
+"""The kinds that recompute parts one by one, some in addition to a whole half of the layer."""
 RECOMPUTE_WHOLE = tuple(kind for kind in Recompute if not kind.parts)
-"""The kinds that recompute nothing, or whole layers, halves of layers, or all but products."""
+"""The kinds that recompute nothing, whole layers, halves of layers, or everything except matrix products."""
 PARTS: Final = "parts"
-"""The word for the kinds of `RECOMPUTE_PARTS` that a model has parts for."""
+"""The word that stands for all kinds of `RECOMPUTE_PARTS` that apply to a model."""
 RECOMPUTE_PARTS = (
     Recompute.NONE,
     Recompute.SELECTIVE,
     Recompute.FULL,
     *(kind for kind in RECOMPUTE_SETS if kind is not Recompute.LIGHT and kind.half is None),
 )
-"""None, selective, full, and every set of norms, activation functions and products with latents."""
+"""None, selective, full, and every combination of norms, activation functions and latents."""
 RecomputeChoice = Literal["parts"] | Annotated[tuple[Recompute, ...], Meta(min_length=1)]
-"""Kinds of recomputation to choose from, listed or by that word."""
+"""Kinds of recomputation to choose from: a list of kinds, or the word `parts`."""
 
 
 class Offload(StrEnum):
-    """States of a layer that stay in host memory, and are on the device only while they are used."""
+    """Data of a layer that stays in host memory, and is on the device only while it is used."""
 
     NONE = "none"
-    """Nothing."""
+    """Nothing is offloaded."""
     OPTIMIZER = "optimizer"
-    """The optimizer's states, which come for the update."""
+    """The optimizer's states, which are copied to the device for the update."""
     ACTIVATIONS = "activations"
-    """What a micro-batch's backward pass reads, which comes for that pass."""
+    """Activations that a micro-batch's backward pass reads, which are copied to the device for that pass."""
     BOTH = "both"
     """The optimizer's states and activations."""
     UPDATE = "update"
-    """The optimizer's states, with which the host's processor updates the parameters."""
+    """The optimizer's states, with which the host's CPU updates the parameters."""
 
 
 class Strategy(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, order=True):
-    """A sharding of the embedding or the head over the ranks of its pipeline stage.
+    """The sharding of the embedding or the head over the ranks of its pipeline stage.
 
-    `tp_size * cp_size * dp_size` is the number of ranks of the pipeline stage, tp_size the innermost. For
-    Ulysses, `tp_size` is the degree of the sequence-parallel group of attention, and parameters are data-parallel over
-    all ranks of the pipeline stage.
+    `tp_size * cp_size * dp_size` is the number of ranks of the pipeline stage; `tp_size` varies fastest along the
+    ranks. With Ulysses, `tp_size` is the degree of the sequence-parallel group of attention, and parameters are
+    data-parallel over all ranks of the pipeline stage.
     """
 
     tp_size: Ranks
     """Ranks that one sample, or its part under `cp_size`, is split over."""
     tp_consecutive: bool = True
-    """True if neighbouring ranks form a tensor-parallel group; else its ranks are `dp_size` apart."""
+    """True if the ranks of a tensor-parallel group are neighbours; otherwise they are `dp_size` apart."""
     cp_size: Ranks = 1
-    """Number of parts into which the positions of a sample are split, in attention too, over neighbouring groups of
-    ranks."""
+    """Number of parts into which the positions of a sample are split over neighbouring groups of ranks, also in
+    attention."""
     dp_size: Ranks
     """Number of parts into which the samples of a microbatch are split."""
     data_parallel: DataParallel = DataParallel.DDP
     """States that are sharded over the data-parallel ranks."""
     shard_size: SomeRanks = 0
-    """Neighbouring data-parallel ranks that ZeRO shares the states out among; 0: all of them.
+    """Number of neighbouring data-parallel ranks over which ZeRO shards the states; 0: all of them.
 
-    Where they are fewer (HSDP), groups of so many ranks hold replicas of each other's shards and sum their gradients.
+    If it is smaller than their number (HSDP), each group of `shard_size` ranks holds all shards, and groups sum their
+    gradients.
     """
     sequence_parallel: SequenceParallel = SequenceParallel.NONE
     """Kind of sequence parallelism of the tensor-parallel group."""
@@ -200,30 +202,32 @@ class Strategy(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, ord
 
 
 class ExpertGrid(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True, order=True):
-    """The sharding of a layer's experts if it differs from the layer's: a grid of dp_size x ep_size x tp_size.
+    """The separate sharding of a layer's experts: a grid of dp_size x ep_size x tp_size ranks.
 
-    It is no part of a file: `LayerStrategy.expert_grid` makes it. `tp_size` neighbours share the features of each
-    expert, `ep_size` such groups shard the experts, and `dp_size` hold replicas of all of them or shard states.
+    It is not written to files: `LayerStrategy.expert_grid` builds it. `tp_size` neighbouring ranks shard the features
+    of each expert, `ep_size` groups of these shard the experts, and `dp_size` groups of those hold replicas or shard
+    states.
     """
 
     ep_size: Ranks
-    """Groups of ranks that share the experts out."""
+    """Number of groups of ranks over which the experts are sharded."""
 
 
 class ExpertStrategy(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, order=True):
     """How a layer's experts are sharded over the ranks of its pipeline stage, independently of the rest of the layer.
 
-    `ep_size * etp_size` neighbouring ranks form a group that has each expert once; each sends its positions there.
+    `ep_size * etp_size` neighbouring ranks form a group that holds each expert once; positions are sent within this
+    group.
     """
 
     ep_size: Ranks
     """Number of groups over which whole experts are distributed."""
     etp_size: Ranks = 1
-    """Neighbouring ranks that share the features of each expert of a part."""
+    """Number of neighbouring ranks over which the features of each expert are sharded."""
     data_parallel: DataParallel = DataParallel.DDP
     """States of the experts that are sharded over the ranks with the same experts."""
     shard_size: SomeRanks = 0
-    """Neighbours among these that ZeRO shares the states out among; 0: all of them."""
+    """Number of neighbours among the ranks with the same experts over which ZeRO shards the states; 0: all of them."""
 
 
 class LayerStrategy(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True, order=True):
@@ -234,11 +238,12 @@ class LayerStrategy(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=T
     recompute: Recompute = Recompute.NONE
     """Activations that are computed again in the backward pass."""
     context: ContextParallel = ContextParallel.GATHER
-    """How positions of one rank attend to those of others; it only matters if cp_size is above 1."""
+    """How positions of one rank attend to positions of other ranks; it only matters if cp_size is above 1."""
     experts: ExpertStrategy | UnsetType = UNSET
-    """The parallelism of the layer's experts; omitted if each rank has its part of the features of all experts."""
+    """The parallelism of the layer's experts; if omitted, each rank has its tensor-parallel part of the features of all
+    experts."""
     offload: Offload | UnsetType = UNSET
-    """States that stay in host memory; omitted if there are none."""
+    """What stays in host memory; omitted if nothing does."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -254,18 +259,19 @@ class LayerStrategy(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ValueError(f"{_sizes(self.experts)} does not divide the {ranks} ranks of the stage")
         if self.tp_size > 1 and self.sequence_parallel is SequenceParallel.NONE:
             raise ValueError("experts are sharded over ranks that hold different positions: split the sequence")
-        _grid(self.experts, ranks)  # which has rules of its own
+        _grid(self.experts, ranks)  # raises ValueError if the grid is invalid
 
     @property
     def expert_grid(self) -> ExpertGrid | None:
-        """Return the sharding of the layer's experts; None if it is the same as the layer's."""
+        """Return the separate sharding of the layer's experts; None if they are sharded like the rest of the layer."""
         return None if self.experts is UNSET else _grid(self.experts, self.tp_size * self.cp_size * self.dp_size)
 
     @property
     def moves_activations(self) -> bool:
-        """Return whether the layer's activations can be in host memory.
+        """Return whether the layer's activations can be offloaded to host memory.
 
-        What selective recomputation keeps is not autograd's, nor are shards that a backward pass gathers again.
+        Offloading moves tensors that autograd saves: selective recomputation keeps its tensors elsewhere, and shards
+        that the backward pass gathers again are not saved either.
         """
         gathers = self.sequence_parallel is SequenceParallel.MEGATRON and self.tp_size > 1
         gathers = gathers or (self.context is ContextParallel.GATHER and self.cp_size > 1)
@@ -283,7 +289,7 @@ class LayerStrategy(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def offloads_activations(self) -> bool:
-        """Return whether the layer's activations are in host memory until the backward pass."""
+        """Return whether the layer's activations stay in host memory until the backward pass."""
         return self.offload in (Offload.ACTIVATIONS, Offload.BOTH)
 
 
@@ -310,4 +316,4 @@ class Dispatcher(StrEnum):
     ALL_TO_ALL = "all-to-all"
     """One message for each pair of a position and an expert of its choice."""
     PER_NODE = "per-node"
-    """One message for each other node or NVLink domain, and from there one for each rank, as DeepEP and HybridEP."""
+    """One message to each other node or NVLink domain, and from there one to each rank, as in DeepEP and HybridEP."""

@@ -1,8 +1,8 @@
 """Encoders trained by masked language modelling: BERT, RoBERTa and ModernBERT.
 
-BERT (Devlin et al. 2019). RoBERTa (Liu et al. 2019) and XLM-RoBERTa (Conneau et al. 2020) have its blocks, and
-positions behind padding's. Blocks of ModernBERT (Warner et al. 2024) attend within a window, every third to whole
-samples.
+BERT: Devlin et al. 2019. RoBERTa (Liu et al. 2019) and XLM-RoBERTa (Conneau et al. 2020) have BERT's blocks, and their
+positions begin after the padding's position. Blocks of ModernBERT (Warner et al. 2024) attend within a window; every
+third block attends to whole samples.
 """
 
 from msgspec.structs import replace
@@ -87,7 +87,7 @@ def _roberta_parameters(layer: str, config: Config) -> Parameters:
 
 
 def _before(config: Config) -> int:
-    """Return the rows up to padding's, which no token has; a configuration without padding is refused elsewhere."""
+    """Return the number of table rows up to the padding token's row, which no token uses; 0 without padding."""
     padding = config["pad_token_id"]
     return padding + 1 if isinstance(padding, int) else 0
 
@@ -108,7 +108,7 @@ ROBERTA = replace(
 XLM_ROBERTA = replace(ROBERTA, model_type="xlm-roberta", stock=ROBERTA.stock._replace(name="XLMRobertaForMaskedLM"))
 
 FIRST = "first"
-"""The type of the first block, whose input the embedding has normed."""
+"""The type of the first block, whose input was normed by the embedding."""
 
 
 def _modernbert_parameters(layer: str, config: Config) -> Parameters:
@@ -160,7 +160,7 @@ MODERNBERT = Family(
             **{"max_position_embeddings": 8192, "tie_word_embeddings": True},
         },
         lengths=("vocab_size", "global_attn_every_n_layers"),
-        # Published files name the norms' epsilon twice, and angles and windows as older versions of transformers did.
+        # Published files contain the norms' epsilon twice, and angles and windows as in older versions of transformers.
         ignored=(
             *("global_attn_every_n_layers", "global_rope_theta", "local_rope_theta", "layer_norm_eps"),
             *("mask_token_id", "position_embedding_type", "reference_compile", "repad_logits_with_grad"),
@@ -181,7 +181,7 @@ MODERNBERT = Family(
     attention=traits.AttentionFacts(
         traits.Mask.PADDING,
         "rope",
-        # Half of local_attention before each position, and half behind.
+        # Half of local_attention before each position, and half after it.
         window=lambda layer, config: config["local_attention"] // 2 + 1 if layer == SLIDING else None,
         keeps_unrotated=True,
     ),

@@ -45,7 +45,7 @@ _ONLY = {
     "order_of_interleaved_layers": Only("local_attn_first", "the last of some blocks has no window"),
 }
 _IGNORED = "cache_implementation", "layer_switch", "use_parallel_embedding", "use_embedding_sharing"
-# Only blocks with a window rotate queries and keys: blocks are never alike.
+# Only blocks with a window rotate queries and keys, so that blocks are never alike.
 COHERE2 = replace(
     COHERE,
     model_type="cohere2",

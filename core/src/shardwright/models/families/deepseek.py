@@ -12,7 +12,7 @@ from shardwright.models.traits import DENSE, OLDER_NAMES, SPARSE, VALUES, Config
 from shardwright.types import Parameter
 
 CORRECTION = "mlp.gate.e_score_correction_bias"
-"""The buffer of a block that is added to scores when experts are chosen."""
+"""The buffer of a block that is added to routing scores when experts are chosen."""
 
 
 def _block(layer: str, config: Config) -> Parameters:
@@ -79,7 +79,7 @@ def _wrong_v2(config: Config) -> str | None:
 
 
 def _wrong_v3(config: Config) -> str | None:
-    # A group has the sum of the scores of its two best experts.
+    # The score of a group is the sum of its two best experts' scores.
     return _wrong_shapes(config) or _wrong_groups(config, 2)
 
 
@@ -95,9 +95,9 @@ def _wrong_shapes(config: Config) -> str | None:
 
 
 def _wrong_groups(config: Config, least: int) -> str | None:
-    """Return the problem of the groups of experts, of which each position uses some; or None.
+    """Return what is wrong with the groups of experts, of which each position uses some, or None.
 
-    Each has `least` experts or more.
+    `least`: the fewest experts that a group must have.
     """
     if (wrong := _no_length(config, "n_group", "topk_group")) is not None:
         return wrong
@@ -195,7 +195,7 @@ DEEPSEEK_V2 = replace(
     systems=traits.Systems("bridged", _TORCHTITAN),
     mtp_trained=("deepseek_v2", "deepseek_v3"),
 )
-# kimi_k25/configuration_kimi_k25.py of transformers 5.23 reads its text_config so.
+# kimi_k25/configuration_kimi_k25.py of transformers 5.23 reads its text_config in this way.
 KIMI_K2 = traits.OtherName("kimi_k2", "deepseek_v3")
 DEEPSEEK_V3 = replace(
     DEEPSEEK_V2,

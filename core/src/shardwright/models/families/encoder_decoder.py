@@ -45,7 +45,7 @@ def _attention(name: str, config: Config) -> Parameters:
 
 
 def _feed_forward(config: Config) -> traits.FeedForward:
-    """Return the activation that feed_forward_proj names; transformers' gated-gelu is the tanh form of GELU."""
+    """Return the activation that feed_forward_proj specifies; transformers' gated-gelu is the tanh form of GELU."""
     function = config["feed_forward_proj"]
     if function == "gated-gelu":
         return traits.FeedForward("gelu_new", gated=True)
@@ -67,7 +67,7 @@ T5 = Family(
             **{"hidden_size": "d_model", "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},
             "head_dim": "d_kv",
         },
-        # transformers ties them whatever the configuration says.
+        # transformers ties embedding and head whatever the configuration says.
         implied=lambda config: {
             "num_decoder_layers": config.get("num_decoder_layers") or config.get("num_layers"),
             "tie_word_embeddings": True,
@@ -81,7 +81,7 @@ T5 = Family(
     ),
     divided=traits.Divided(("num_heads", "d_ff")),
     attention=traits.AttentionFacts(traits.Mask.BIAS, "relative"),
-    # The stock model's is an RMSNorm; estimates do not yet count what it keeps more.
+    # The stock model has an RMSNorm; estimates do not yet count what it keeps in addition.
     norm=traits.Norm("LayerNorm", "layer_norm_epsilon", ends=()),
     feed_forward=_feed_forward,
     dropouts=traits.Dropouts(attention="dropout_rate", hidden="dropout_rate", ends=("full",)),
@@ -89,7 +89,7 @@ T5 = Family(
 
 _ENCODED, _DECODED = "encoder_states", "decoder_states"
 _CONVOLVED = 3
-"""Frames that a convolution looks at."""
+"""Number of frames that a convolution covers."""
 
 
 def _whisper_parameters(layer: str, config: Config) -> Parameters:
@@ -121,7 +121,7 @@ def _whisper_parameters(layer: str, config: Config) -> Parameters:
 
 
 def _wrong(config: Config) -> str | None:
-    """Return the problem of the number of heads, which must divide the width; or None."""
+    """Return a message if the number of heads does not divide the width, or None."""
     for stack in (_ENCODER, _DECODER):
         width, heads = config["d_model"], config[key := f"{stack}_attention_heads"]
         if isinstance(width, int) and isinstance(heads, int) and heads > 0 and width % heads:
@@ -179,8 +179,8 @@ WHISPER = Family(
         Stack("decoder_layers", (_DECODER,), lambda *_: _DECODER, _DECODED),
     ),
     divided=traits.Divided(("num_attention_heads", "intermediate_size")),
-    # Only the decoder's attention to itself is causal. Queries are laid out by heads, and so is what attention gives:
-    # the next matrix takes a copy.
+    # Only the decoder's attention to itself is causal. Queries are laid out by heads, and so is attention's result: the
+    # next matrix reads a copy.
     attention=traits.AttentionFacts(traits.Mask.NONE, "learned_absolute", joins_features=True),
     norm=traits.Norm("LayerNorm", None, ends=()),
     feed_forward=lambda config: traits.FeedForward(config["activation_function"], gated=False),

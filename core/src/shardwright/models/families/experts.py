@@ -11,7 +11,7 @@ from shardwright.types import EMBEDDING, HEAD, Parameter
 
 
 def _with_experts(dense: Family, experts: ExpertKeys, **facts: object) -> Family:
-    """Return the facts of a family with another family's blocks, some of them with experts."""
+    """Return the facts of a family with the blocks of `dense`, some of which have experts."""
     return replace(
         dense,
         runtime="experts:Sparse",
@@ -23,7 +23,7 @@ def _with_experts(dense: Family, experts: ExpertKeys, **facts: object) -> Family
 
 
 def _parameters(dense: Layers, keys: ExpertKeys) -> Layers:
-    """Return the parameters of layers: experts, and their router, take the place of the feed-forward matrices."""
+    """Return the function of a family's parameters in which experts and a router replace the feed-forward matrices."""
 
     def parameters(layer: str, config: Config) -> Parameters:
         for parameter in dense(layer, config):

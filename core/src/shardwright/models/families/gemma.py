@@ -1,6 +1,7 @@
 """The language models of Gemma 2 and 3 (Gemma team 2024, 2025): norms before and after each part.
 
-Gemma 2 bounds attention scores and logits; Gemma 3 norms heads, bounds nothing, and has two bases of angles.
+Gemma 2 soft-caps attention scores and logits. Gemma 3 norms heads, does not soft-cap, and has two bases for rotary
+angles.
 """
 
 from msgspec.structs import replace
@@ -31,7 +32,7 @@ GEMMA2 = replace(
         },
         lengths=LLAMA.keys.lengths,
         above_zero=_BOUNDS,
-        # Published files name the activation function twice, and the window.
+        # Published files state the activation function twice, and the window.
         ignored=("hidden_act", "cache_implementation", "sliding_window_size"),
         only={"use_bidirectional_attention": Only(False, "attention is causal")},
     ),
@@ -73,7 +74,7 @@ GEMMA3 = replace(
         },
     ),
     parameters=_with_normed_heads,
-    # Angles differ, too: blocks are never alike.
+    # Rotary angles differ, too, so that blocks are never alike.
     stacks=windowed(lambda config, index: SLIDING if (index + 1) % config[_PATTERN] else FULL, alike=False),
     attention=GEMMA2.attention._replace(soft_caps=False),
 )

@@ -60,5 +60,5 @@ GPT2 = Family(
     dropouts=traits.Dropouts("attn_pdrop", "resid_pdrop", embedding="embd_pdrop", ends=("full", "attention", "mlp")),
     systems=traits.Systems("alone"),
 )
-# models/auto/configuration_auto.py of transformers 5.23 gives it the configuration of GPT-2.
+# models/auto/configuration_auto.py of transformers 5.23 assigns it the configuration of GPT-2.
 GPT_SW3 = traits.OtherName("gpt-sw3", "gpt2")

@@ -1,4 +1,4 @@
-"""gpt-oss (OpenAI 2025): experts with biases and a clamped SwiGLU in all blocks, sinks, and a window in every other."""
+"""gpt-oss (OpenAI 2025): experts with biases and a clamped SwiGLU, attention sinks, a window in every second block."""
 
 from msgspec.structs import replace
 
@@ -13,13 +13,13 @@ _EXPERTS = ExpertKeys(
     features="intermediate_size",
     router="mlp.router",
     types=(BLOCK, SLIDING, FULL),
-    # Two products, and what they give: the clamped SwiGLU is computed again.
+    # Two matrix products and their results: the clamped SwiGLU is recomputed.
     kept=3,
 )
 
 
 def _block(_layer: str, config: Config) -> Parameters:
-    # The stock model lists a module's direct parameters before those of the modules in it.
+    # The stock model lists a module's direct parameters before the parameters of its submodules.
     yield Parameter(name="self_attn.sinks", shape=(config["num_attention_heads"],), tp_dim=0)
     yield from grouped_attention(config)
     yield from _expert_parameters(config)
@@ -52,8 +52,8 @@ GPT_OSS = replace(
         },
         lengths=("vocab_size", _EXPERTS.number, _EXPERTS.top_k),
         aliases={"num_experts": _EXPERTS.number},
-        # traits.Keys of the published files that say once more what others do.
-        ignored=("experts_per_token", "initial_context_length", "swiglu_limit"),  # the last to transformers 5.19
+        # Keys of the published files that repeat other keys.
+        ignored=("experts_per_token", "initial_context_length", "swiglu_limit"),  # the last one up to transformers 5.19
         only={"hidden_act": Only("silu", "experts have a clamped SwiGLU")},
     ),
     parameters=with_blocks(_block),

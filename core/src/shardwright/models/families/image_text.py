@@ -1,7 +1,7 @@
-"""Models of images and text in one form: a vision tower's blocks, a merger of neighbouring patches, a text's blocks.
+"""Models of images and text: a vision tower's blocks, a merger of neighbouring patches, and a language model's blocks.
 
 Mistral Small 3.1 (Mistral AI 2025), Llama 4 (Meta 2025), Qwen3-VL (Qwen team 2025), GLM-4.1V (GLM-V team 2025). Most of
-their towers take images of any size; all images of a model here have one size, which `pixels_per_side` sets.
+their towers accept images of any size; here all images of a model have one size, which `pixels_per_side` sets.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,7 +37,7 @@ from shardwright.models.traits import BLOCK, Config, Keys, Only, Stack
 from shardwright.types import EMBEDDING, HEAD, Parameter
 
 SIDE = "pixels_per_side"
-"""The key, which transformers does not have, of the height and width of every image."""
+"""The key, which transformers does not have, of the height and width of every image, in pixels."""
 _MAX_SIDE = 1 << 14
 _VISUAL = "model.visual"
 _RATIO, _DEEPSTACK = "pixel_shuffle_ratio", "deepstack_visual_indexes"
@@ -45,53 +45,54 @@ Parts = Callable[[Config], Parameters]
 
 
 class Merged(NamedTuple):
-    """A vision tower whose neighbouring patches, a square of them, become one token of a text."""
+    """A vision tower in which each square of neighbouring patches becomes one token of the text."""
 
     facts: Family
-    """Facts of its blocks, by the keys of the vision_config."""
+    """Facts of the tower's blocks, by the keys of the vision_config."""
     place: str
-    """The path of its blocks in the stock model."""
+    """Path of the tower's blocks in the stock model."""
     projector: str
-    """The path that names of `merger` begin at."""
+    """Path that precedes the names in `merger`."""
     embedding: Parts
-    """Its parameters before its blocks, by the keys of the vision_config."""
+    """Function that returns the tower's parameters before its blocks, from the keys of the vision_config."""
     merger: Callable[[Config, Config], Parameters]
-    """Its parameters after its blocks, by the keys of the vision_config and of the model."""
+    """Function that returns the tower's parameters after its blocks, from the keys of the vision_config and of the
+    model."""
     side: Callable[[Config], int]
-    """Pixels of an image's height and width, if the file does not say."""
+    """Function that returns an image's height and width in pixels if the file does not state them."""
     merged: Callable[[Config, Config], int]
-    """Patches of a side of the square, by both."""
+    """Function that returns the side of the square in patches, from the keys of the vision_config and of the model."""
     further: int = 0
-    """Positions besides those of patches."""
+    """Number of positions in addition to the patches."""
     inner: str = "intermediate_size"
     """The key of a block's feed-forward features."""
     is_fixed: bool = False
-    """Whether the tower takes images of one size only."""
+    """Whether the tower accepts images of one size only."""
 
     def vision(self, config: Config) -> dict[str, Any]:
-        """Return the tower's keys."""
+        """Return the keys of the tower's configuration, with defaults."""
         return self.facts.configured(part_of(config, VISION))
 
     def pixels(self, config: Config) -> int:
-        """Return the pixels of an image's height and width."""
+        """Return the height and width of an image in pixels."""
         side: int = config.get(SIDE) or self.side(self.vision(config))
         return side
 
     def patches(self, config: Config) -> int:
-        """Return the patches of an image."""
+        """Return the number of patches of an image."""
         side: int = self.pixels(config) // self.vision(config)["patch_size"]
         return side * side
 
     def tokens(self, config: Config) -> int:
-        """Return the positions of a text that an image takes."""
+        """Return the number of a text's positions that an image takes."""
         return self.patches(config) // self.merged(self.vision(config), config) ** 2
 
     def positions(self, config: Config) -> int:
-        """Return the positions of an image's states in the tower."""
+        """Return the number of positions of an image's states in the tower."""
         return self.patches(config) + self.further
 
     def assumed(self, config: Config) -> str:
-        """Return what a plan takes of the images of a sample, in words."""
+        """Return what a plan assumes about the images of a sample, in words."""
         side, keys = self.pixels(config), IMAGES if self.is_fixed else f"{SIDE}, {IMAGES}"
         return (
             f"images are taken to have {side} x {side} pixels: {self.patches(config)} patches in the tower, "
@@ -99,7 +100,7 @@ class Merged(NamedTuple):
         )
 
     def wrong(self, config: Config) -> str | None:
-        """Return the problem of a model's tower and images, or None."""
+        """Return what is wrong with a model's tower and images, or None."""
         if config.get(VISION) is None:
             return f"{VISION} is missing"
         vision, kind = self.vision(config), self.facts.model_type
@@ -127,7 +128,7 @@ class Merged(NamedTuple):
 
 
 def _blocks(tower: Merged, counted_by: str) -> Tower:
-    """Return the stack of all blocks of a tower, and its merger."""
+    """Return the stack of all blocks of a tower, followed by its merger."""
 
     class Blocks(Tower):
         def taken(self, config: Config) -> int:
@@ -149,7 +150,7 @@ def _blocks(tower: Merged, counted_by: str) -> Tower:
 def _facts(
     kind: str, block: Parts, *, gates: bool, rms: bool, defaults: Config, aliases: Config | None = None
 ) -> Family:
-    """Return the facts of a tower's blocks, whose queries and keys are rotated by the places of patches."""
+    """Return the facts of a tower's blocks, whose queries and keys are rotated by the positions of patches."""
     return replace(
         SIGLIP,
         model_type=kind,
@@ -177,9 +178,9 @@ def _with_tower(
     untrained: str | None = None,
     **changed: Any,
 ) -> Family:
-    """Return the facts of a model whose text has the blocks of a family, and whose images go through a tower.
+    """Return the facts of a model whose text uses a family's blocks, and whose images go through a tower.
 
-    `language` and `head` are the paths of the text's model and of its last matrix.
+    `language` and `head`: paths of the language model and of its last matrix in the stock model.
     """
 
     def parameters(layer: str, config: Config) -> Parameters:
@@ -202,7 +203,7 @@ def _with_tower(
             given |= block_shapes(vision) | inner | attended_positions(config, tower.positions(config))
         return given
 
-    # The text's names of lengths.
+    # The tower's lengths have the names of the text's lengths.
     of_tower = replace(tower.facts, divided=text.divided)
     places = {TOWER: f"{tower.place}.{{}}", PROJECTOR: tower.projector}
     places |= dict.fromkeys((kind for stack in text.stacks for kind in stack.types), f"{language}.layers.{{}}")
@@ -411,7 +412,7 @@ def _qwen3_patches(vision: Config) -> Parameters:
 
 
 def _qwen3_mergers(vision: Config, _config: Config) -> Parameters:
-    """Yield the parameters of the merger behind the last block, and of those behind blocks before it (deepstack)."""
+    """Yield the parameters of the merger after the last block, and of mergers after earlier blocks (deepstack)."""
     hidden = vision["hidden_size"]
     width = hidden * vision["spatial_merge_size"] ** 2
     further = tuple(f"deepstack_merger_list.{i}" for i in range(len(vision[_DEEPSTACK])))
@@ -422,7 +423,7 @@ def _qwen3_mergers(vision: Config, _config: Config) -> Parameters:
 
 
 def _square(vision: Config) -> int:
-    """The pixels of an image for whose patches the table of positions has a row each."""
+    """Return the side in pixels of a square image whose patches each have a row in the table of positions."""
     side: int = isqrt(vision["num_position_embeddings"]) * vision["patch_size"]
     return side
 

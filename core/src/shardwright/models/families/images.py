@@ -1,7 +1,7 @@
 """Image classifiers: patches instead of tokens, and one class for each image.
 
-ViT (Dosovitskiy et al. 2021) asks a position of its own for the class; SigLIP's vision tower (Zhai et al. 2023) takes
-the mean of all patches.
+ViT (Dosovitskiy et al. 2021) predicts the class from an additional position; SigLIP's vision tower (Zhai et al. 2023)
+from the mean of all patches.
 """
 
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ VIT = Family(
     ),
     parameters=_vit_parameters,
     stacks=(Stack(),),
-    # The head uses position 0, which under Ulysses only one rank has.
+    # The head uses position 0, which only one rank has under Ulysses.
     divided=traits.Divided(("num_attention_heads", "intermediate_size"), ulysses={HEAD: "pooled_positions"}),
     attention=traits.AttentionFacts(traits.Mask.NONE, "learned_absolute"),
     norm=traits.Norm("LayerNorm", "layer_norm_eps", ends=()),
@@ -109,11 +109,11 @@ SIGLIP = Family(
         },
         lengths=("image_size", "patch_size", "num_channels", "num_labels"),
         nested=VISION,
-        ignored=("num_labels", "vision_use_head"),  # the last to transformers 5.22
+        ignored=("num_labels", "vision_use_head"),  # the last one up to transformers 5.22
     ),
     parameters=_siglip_parameters,
     stacks=(Stack(),),
-    # The mean of all patches.
+    # The head uses the mean of all patches.
     divided=traits.Divided(("num_attention_heads", "intermediate_size"), sequence={HEAD: "pooled_positions"}),
     attention=traits.AttentionFacts(traits.Mask.NONE, "learned_absolute"),
     norm=traits.Norm("LayerNorm", "layer_norm_eps", ends=()),

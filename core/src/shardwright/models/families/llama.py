@@ -1,6 +1,6 @@
 """Llama (Touvron et al. 2023), and families whose blocks have the same matrices: Mistral, Qwen, Granite, SmolLM.
 
-They differ in biases, norms of heads, windows, which blocks rotate, and defaults.
+They differ in biases, norms of heads, windows, rotary positions by block, and defaults.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ def _parameters(layer: str, config: Config, input_biases: bool = False, head_nor
 
 
 def grouped_attention(config: Config, input_biases: bool = False, head_norms: bool = False) -> Parameters:
-    """Yield the parameters of attention whose queries share keys and values in groups."""
+    """Yield the parameters of attention in which groups of queries share keys and values."""
     hidden, size, bias = config["hidden_size"], config["head_dim"], config["attention_bias"]
     heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"], "v": config["num_key_value_heads"]}
     for name, count in heads.items():
@@ -42,7 +42,7 @@ def grouped_attention(config: Config, input_biases: bool = False, head_norms: bo
 
 
 def with_blocks(block: Layers) -> Layers:
-    """Return the parameters of a family with Llama's embedding and head, and other blocks."""
+    """Return the function of a family's parameters, with Llama's embedding and head, and other blocks."""
 
     def parameters(layer: str, config: Config) -> Parameters:
         return (LLAMA.parameters if layer in (EMBEDDING, HEAD) else block)(layer, config)
@@ -53,7 +53,7 @@ def with_blocks(block: Layers) -> Layers:
 def _kin(
     stock: str, parameters: Layers = _parameters, torchtitan: traits.Torchtitan | None = None, **defaults: Any
 ) -> Family:
-    """Return the facts of a family from its stock model and its differences from Llama."""
+    """Return the facts of a family, given its stock model and its differences from Llama."""
     usual = {"attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu", "mlp_bias": False}
     return Family(
         model_type=stock.removesuffix("ForCausalLM").lower(),
@@ -82,7 +82,7 @@ _LLAMA3 = traits.Torchtitan(
     },
 )
 LLAMA = replace(_kin("LlamaForCausalLM", torchtitan=_LLAMA3), mtp_trained=("llama",))
-# models/auto/modeling_auto.py of transformers 5.23 builds Llama for these; defaults are those of their own classes.
+# models/auto/modeling_auto.py of transformers 5.23 builds Llama for these; defaults are from their own classes.
 _FEW_KEYS = {"head_dim": 128, "rms_norm_eps": 1e-5}
 INTERNLM3 = traits.OtherName(
     "internlm3", "llama", {"qkv_bias": "attention_bias", "bias": "mlp_bias"}, _FEW_KEYS | {"num_key_value_heads": 2}
@@ -91,7 +91,7 @@ IQUESTCODER = traits.OtherName("iquestcoder", "llama", {}, _FEW_KEYS | {"num_key
 
 
 def of_sliding(layer: str, config: Config) -> int | None:
-    """Return the window of a type of block: only types named as sliding have one."""
+    """Return the window of a block type: only the sliding type has one."""
     window: int | None = config["sliding_window"] if layer == SLIDING else None
     return window
 
@@ -103,7 +103,10 @@ def in_all(_layer: str, config: Config) -> int | None:
 
 
 def windowed(type_at: Callable[[Config, int], str], alike: bool = True) -> tuple[Stack, ...]:
-    """Return a stack in which some blocks have a window, by layer_types or a rule; `alike`: else they are equal."""
+    """Return a stack in which some blocks have a window, by layer_types or a rule.
+
+    `alike`: whether blocks are equal if the window covers whole samples.
+    """
     return (Stack(types=(SLIDING, FULL), type_at=type_at, typed_by="layer_types", alike_within_window=alike),)
 
 
@@ -125,7 +128,10 @@ _BETA, _ORIGINAL = "llama_4_scaling_beta", "original_max_position_embeddings"
 
 
 def _unscaled(config: Config) -> str | None:
-    """Return which number is missing that queries are scaled by; transformers' default rope_parameters have both."""
+    """Return a message if a number by which queries are scaled is missing from rope_parameters, or None.
+
+    Without rope_parameters, transformers' defaults contain both numbers.
+    """
     rotary = config.get("rope_scaling") or config.get("rope_parameters")
     if not isinstance(rotary, Mapping):
         return None
@@ -136,7 +142,7 @@ def _unscaled(config: Config) -> str | None:
     return None
 
 
-# Ministral 3 (Mistral AI 2025), its language model: Mistral's blocks, whose queries grow with their positions.
+# Ministral 3 (Mistral AI 2025), its language model: Mistral's blocks, whose queries are scaled up with their positions.
 MINISTRAL3 = replace(
     MISTRAL,
     model_type="ministral3",
@@ -152,7 +158,8 @@ MINISTRAL3 = replace(
         rotary=(_BETA, "max_position_embeddings"),
         wrong=_unscaled,
     ),
-    # It would take positions that begin again in a sample, which blocks hand on to it, for those of other samples.
+    # It would treat positions that restart inside a sample, which blocks pass on to it, as the beginning of another
+    # sample.
     attention=MISTRAL.attention._replace(without=(Attention.FLASH_ATTENTION_2,)),
     systems=traits.Systems(),
 )
@@ -175,7 +182,7 @@ def _window(config: Config) -> int | None:
 
 
 _QWEN: dict[str, Any] = {"num_key_value_heads": 32, "use_sliding_window": False}
-# Biases of queries, keys and values alone, whatever the configuration says.
+# Only queries, keys and values have biases, whatever the configuration says.
 QWEN2 = _qwen(_kin("Qwen2ForCausalLM", partial(_parameters, input_biases=True), **_QWEN))
 _QWEN3 = traits.Torchtitan(
     "qwen3",
@@ -194,7 +201,8 @@ _QWEN3 = traits.Torchtitan(
 )
 QWEN3 = _qwen(_kin("Qwen3ForCausalLM", partial(_parameters, head_norms=True), _QWEN3, head_dim=128, **_QWEN))
 
-# Granite 3 (Granite team 2024): embedding, attention scores, residual sums and logits are scaled, by no other system.
+# Granite 3 (Granite team 2024): embedding, attention scores, residual sums and logits are scaled; no other system
+# supports it.
 GRANITE = replace(
     LLAMA,
     model_type="granite",

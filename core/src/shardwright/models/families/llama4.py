@@ -22,7 +22,7 @@ _EXPERTS = ExpertKeys(
     router="feed_forward.router",
     router_is_linear=True,
     types=_WITH_EXPERTS,
-    # Two products, the activation and the gated product.
+    # Two matrix products, the activation and the gated product.
     kept=4,
     rows=2,
     shared="shared_experts",
@@ -69,7 +69,7 @@ def _expert_parameters(config: Config) -> Parameters:
 
 
 def _wrong(config: Config) -> str | None:
-    """Return the problem of a list of blocks: not a list of numbers, or too short; or None."""
+    """Return a message if a list of blocks is not a list of numbers, or too short; otherwise None."""
     for key, least in ((_ROTATING, config.get("num_hidden_layers")), (_EXPERT_BLOCKS, 0)):
         listed = config.get(key)
         if listed is not None and not (isinstance(listed, list | tuple) and all(isinstance(x, int) for x in listed)):

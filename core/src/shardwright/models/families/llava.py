@@ -1,7 +1,7 @@
-"""Models of text and images: a vision tower, a projector that puts its states among a text's, and a text's blocks.
+"""Models of text and images: a vision tower, a projector that inserts image states into the text, and text blocks.
 
-Llava (Liu et al. 2023) has CLIP's tower (Radford et al. 2021) or SigLIP's (Zhai et al. 2023), and Llama's blocks; Gemma
-3 (Gemma team 2025) has SigLIP's, whose states are pooled.
+Llava (Liu et al. 2023) has the tower of CLIP (Radford et al. 2021) or SigLIP (Zhai et al. 2023), and Llama's blocks.
+Gemma 3 (Gemma team 2025) has SigLIP's tower, whose states are pooled.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ _CLIP_TOWER = replace(
             **{"hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
         },
         lengths=SIGLIP.keys.lengths,
-        # Published files name the vocabulary of a text tower that is not there.
+        # Published files state the vocabulary of a text tower that they do not have.
         ignored=("vocab_size",),
     ),
     parameters=_clip_block,
@@ -55,13 +55,13 @@ TOWERS = {CLIP: _CLIP_TOWER, SIGLIP_TOWER: _SIGLIP_TOWER}
 _LENGTHS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_channels")
 _SIDES = ("image_size", "patch_size")
 IMAGES = "images_per_sample"
-"""The key, which transformers does not have, of the largest number of images in a sample; each sample has room for as
+"""The key, which transformers does not have, of the largest number of images in a sample; each sample has room for that
 many."""
 _MAX_IMAGES = 1024
 
 
 def part_of(config: Config, key: str) -> dict[str, Any]:
-    """Return the keys that a configuration holds under one, such as vision_config."""
+    """Return the keys that are nested under a key of a configuration, such as vision_config."""
     inner = config.get(key) or {}
     return dict(inner if isinstance(inner, Mapping) else vars(inner))
 
@@ -72,7 +72,7 @@ def vision_kind(config: Config, default: str) -> str:
 
 
 def vision_of(config: Config, kind: str) -> dict[str, Any]:
-    """Return the keys of a model's vision tower of a kind."""
+    """Return the keys of a model's vision tower, with the defaults of a kind of tower."""
     return TOWERS[kind].configured(part_of(config, VISION))
 
 
@@ -83,17 +83,17 @@ def patches(vision: Config) -> int:
 
 
 def positions(kind: str, vision: Config) -> int:
-    """Return the positions of a tower's states: the patches of an image, and with CLIP one for its class."""
+    """Return the number of positions of a tower's states: an image's patches, and with CLIP one for its class."""
     return patches(vision) + (kind == CLIP)
 
 
 def attended_positions(config: Config, positions: int) -> dict[str, int]:
-    """Return the positions of one image if a sample has several: attention stays within an image."""
+    """Return the entry that limits attention to one image's positions; empty if a sample has only one image."""
     return {ATTENDED: positions} if config[IMAGES] > 1 else {}
 
 
 def block_shapes(vision: Config) -> dict[str, Any]:
-    """Return the keys of a tower's blocks under the names that shapes are read by."""
+    """Return the keys of a tower's blocks under the names by which shapes are read."""
     heads = vision["num_attention_heads"]
     shape = {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": vision["hidden_size"] // heads}
     names = ("hidden_size", "intermediate_size", "hidden_act", "attention_dropout")
@@ -101,7 +101,7 @@ def block_shapes(vision: Config) -> dict[str, Any]:
 
 
 def embedding_parameters(prefix: str, kind: str, vision: Config) -> Parameters:
-    """Yield the parameters that make states of an image's patches."""
+    """Yield the parameters that compute states from an image's patches."""
     hidden, patch = vision["hidden_size"], vision["patch_size"]
     if kind == CLIP:
         yield Parameter(name=f"{prefix}.embeddings.class_embedding", shape=(hidden,))
@@ -116,7 +116,7 @@ def embedding_parameters(prefix: str, kind: str, vision: Config) -> Parameters:
 
 
 def wrong_tower(kind: str, vision: Config) -> str | None:
-    """Return the problem of a vision tower's keys, or None."""
+    """Return what is wrong with a vision tower's keys, or None."""
     for key in (*_LENGTHS, *_SIDES):
         if not isinstance(vision[key], int) or isinstance(vision[key], bool) or vision[key] < 1:
             return f"{VISION}: {not_a_length(key, vision[key])}"
@@ -129,16 +129,16 @@ def wrong_tower(kind: str, vision: Config) -> str | None:
 
 
 def wrong_images(config: Config) -> str | None:
-    """Return the problem of the number of images of a sample, or None."""
+    """Return a message if the number of images of a sample is not valid, or None."""
     images = config[IMAGES]
     is_number = isinstance(images, int) and not isinstance(images, bool) and 1 <= images <= _MAX_IMAGES
     return None if is_number else f"{IMAGES} {images!r} is not a number from 1 to {_MAX_IMAGES}"
 
 
 TEXT = "text_config"
-"""The key that holds the keys of the language model."""
+"""The key under which the language model's keys are nested."""
 TOWER, PROJECTOR = "vision", "projector"
-"""Types of the blocks of a vision tower, and of what makes states of a text of theirs."""
+"""Layer types of a vision tower's blocks, and of the projector that turns their states into states of a text."""
 IMAGE_STATES = "image_states"
 LANGUAGE = "model.language_model"
 VISION_TOWER = "model.vision_tower"
@@ -155,7 +155,7 @@ class Tower(Stack):
     """The vision tower's blocks up to the one whose hidden states are used, and the projector after them."""
 
     def layers(self, config: Config) -> Sequence[str]:
-        """Return the types of its blocks and of the projector."""
+        """Return the types of the tower's blocks and of the projector."""
         return [TOWER] * self.taken(config) + [PROJECTOR]
 
     def numbers(self, config: Config) -> Sequence[Any]:
@@ -167,12 +167,12 @@ class Tower(Stack):
         return taken_blocks(config)
 
     def counted(self, layers: Sequence[str], config: Config) -> dict[str, Any]:
-        """Return the key that counts the blocks of the tower."""
+        """Return the key that counts the blocks of the tower, with its value."""
         return {self.counted_by: [base_type(layer) for layer in layers].count(TOWER)}
 
 
 def taken_blocks(config: Config) -> int:
-    """Return the number of the vision tower's blocks up to the one whose states are used; later ones are not run."""
+    """Return the number of tower blocks up to the one whose hidden states are used; later ones are not run."""
     blocks: int = _llava_tower(config)["num_hidden_layers"]
     taken: int = config[_LAYER]
     return taken if taken >= 0 else blocks + 1 + taken
@@ -183,7 +183,7 @@ def _llava_tower(config: Config) -> dict[str, Any]:
 
 
 def image_tokens(config: Config) -> int:
-    """Return the positions of a text that an image takes."""
+    """Return the number of a text's positions that an image takes."""
     kind, vision = vision_kind(config, CLIP), _llava_tower(config)
     return patches(vision) if config[_SELECTED] == "default" and kind == CLIP else positions(kind, vision)
 
@@ -193,7 +193,7 @@ def _states_positions(config: Config) -> int:
 
 
 def multiplied_positions(layer: str, config: Config, patches: int, tokens: int) -> dict[str, int | None]:
-    """Return the positions that matrices multiply if images have this number of patches and tokens each."""
+    """Return the entry for the positions that a layer type's matrices multiply; `patches`, `tokens`: of one image."""
     each = {EMBEDDING: patches, PROJECTOR: tokens}.get(layer)
     return {MULTIPLIED: None if each is None else config[IMAGES] * each}
 
@@ -209,7 +209,7 @@ def _llava_parameters(layer: str, config: Config) -> Parameters:
     elif layer == PROJECTOR:
         yield from linear("linear_1", hidden, vision["hidden_size"], bias=bias)
         yield from linear("linear_2", hidden, hidden, bias=bias)
-        # Of an image's class, which nothing here asks for: files keep it.
+        # The norm of an image's class, which is not used here: files contain it.
         for part in ("weight", "bias"):
             name = f"post_layernorm.{part}"
             yield Parameter(name=name, shape=(vision["hidden_size"],), frozen=True, shared=True)
@@ -229,7 +229,7 @@ def _llava_shapes(layer: str, config: Config) -> Config:
 
 
 def _wrong_llava(config: Config) -> str | None:
-    """Return the problem of a model's parts (text and vision configurations), or None."""
+    """Return what is wrong with a model's parts (text and vision configurations), or None."""
     if config.get(VISION) is None:
         return f"{VISION} is missing"
     text = part_of(config, TEXT).get("model_type", "llama")
@@ -344,7 +344,7 @@ def _gemma3_shapes(layer: str, config: Config) -> Config:
 
 
 def _wrong_gemma3(config: Config) -> str | None:
-    """Return the problem of a model's parts (text and vision configurations), or None."""
+    """Return what is wrong with a model's parts (text and vision configurations), or None."""
     if config.get(VISION) is None:
         return f"{VISION} is missing"
     for key, known in ((TEXT, GEMMA3.model_type), (VISION, SIGLIP_TOWER)):

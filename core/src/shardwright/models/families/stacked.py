@@ -1,9 +1,10 @@
 """Families like Llama whose files store several matrices as one: Baichuan, GLM 4, Phi 3.
 
-Baichuan (Yang et al. 2023): the code published with it has one class a size. Which one a configuration is for shows in
-its keys: 13B has no max_position_embeddings and ALiBi's slopes, and only Baichuan 2 has a weight of a further loss, or
-its larger vocabulary. GLM 4 (GLM team 2024): norms before and after each part, rotary positions for a share of the
-features. Phi 3, 3.5 and 4 (Abdin et al. 2024): dropouts, and rotary positions for a share of the features in some.
+Baichuan (Yang et al. 2023): the code published with it has one class per model size. The keys of a configuration show
+which class it is for: 13B has ALiBi's slopes and no max_position_embeddings, and only Baichuan 2 has a weight for an
+additional loss, or its larger vocabulary. GLM 4 (GLM team 2024): norms before and after each part, rotary positions for
+a share of the features. Phi 3, 3.5 and 4 (Abdin et al. 2024): dropouts, and in some models rotary positions for a share
+of the features.
 """
 
 from msgspec.structs import replace
@@ -117,7 +118,7 @@ PHI3 = replace(
             **{"max_position_embeddings": 4096, "sliding_window": None, "tie_word_embeddings": False},
         },
         lengths=LLAMA.keys.lengths,
-        # Keys of Phi 4's files, which the class does not read.
+        # Keys in Phi 4's files that the class does not read.
         ignored=("attention_bias", "full_attn_mod", "interpolate_factor", "lm_head_bias", "mlp_bias"),
         only={
             **dict.fromkeys(("attention_bias", "lm_head_bias", "mlp_bias"), Only(False, "matrices have no biases")),

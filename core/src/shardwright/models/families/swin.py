@@ -31,20 +31,20 @@ class _Pyramid(Stack):
         return tuple(config[self.counted_by])
 
     def counted(self, layers: Sequence[str], config: Config) -> dict[str, Any]:
-        """Return the configuration key with the numbers of blocks of each stage, for these layers."""
+        """Return the configuration key that lists the number of blocks per stage, with its value for these layers."""
         bases = [base_type(layer) for layer in layers]
         return {self.counted_by: [bases.count(stage) for stage in STAGES[: len(config["num_heads"])]]}
 
 
 def level(layer: str, config: Config) -> int:
-    """Return how many times patches were merged before the output of a type of layer, or before the head."""
+    """Return how many times patches were merged before the output of a layer type, or before the head."""
     if layer in (EMBEDDING, HEAD):
         return 0 if layer == EMBEDDING else len(config["num_heads"]) - 1
     return STAGES.index(layer) if layer in STAGES else MERGES.index(layer) + 1
 
 
 def side_patches(layer: str, config: Config) -> tuple[int, int]:
-    """Return the height and width, in patches, of the image that a type of layer passes on."""
+    """Return the height and width, in patches, of the image that a layer type passes on."""
     height, width = grid(config)
     return height >> level(layer, config), width >> level(layer, config)
 
@@ -96,7 +96,7 @@ def _block(hidden: int, inner: int, heads: int, config: Config) -> Parameters:
 
 
 def _wrong(config: Config) -> str | None:
-    """Return the problem of the stages: their lists, heads that do not divide a width, or window sizes; or None."""
+    """Return what is wrong with the stages: their lists, heads that do not divide a width, or window sizes; or None."""
     depths, heads = config["depths"], config["num_heads"]
     for key, listed in (("depths", depths), ("num_heads", heads)):
         if not isinstance(listed, list | tuple) or not all(is_length(each) for each in listed):
@@ -140,7 +140,7 @@ SWIN = Family(
     keys=traits.Keys(
         {
             **{"embed_dim": 96, "depths": (2, 2, 6, 2), "num_heads": (3, 6, 12, 24), "window_size": 7},
-            # Height and width, for which files may have one number.
+            # Height and width, for which files may contain one number.
             **{"image_size": (224, 224), "patch_size": (4, 4), "num_channels": 3, "num_labels": 2, "mlp_ratio": 4.0},
             **{"hidden_act": "gelu", "hidden_dropout_prob": 0.0, "drop_path_rate": 0.1, "qkv_bias": True},
             "use_absolute_embeddings": False,
@@ -154,7 +154,7 @@ SWIN = Family(
     stacks=(_Pyramid("depths", types=_TYPES, merging=MERGES),),
     divided=traits.Divided(
         ("num_attention_heads", "intermediate_size"),
-        # Windows, and the patches that are merged, lie across the parts of a sequence.
+        # Windows, and the patches that are merged, extend across the parts of a sequence.
         sequence={
             **dict.fromkeys(STAGES, "windows_across_positions"),
             **dict.fromkeys(MERGES, "merged_positions"),

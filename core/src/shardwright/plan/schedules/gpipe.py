@@ -5,10 +5,10 @@ from shardwright.types import Schedule
 
 
 class GPipe(PipelineSchedule):
-    """The schedule of all forward passes, then all backward passes: every microbatch is in flight."""
+    """All forward passes, then all backward passes: every micro-batch of the step is in flight."""
 
     name = Schedule.GPIPE
 
     def num_ahead(self, num_stages: int, num_microbatches: int, stage: int, num_chunks: int) -> int:
-        """Return the number of forward passes ahead: all micro-batches."""
+        """Return the number of forward passes before the first backward pass: all micro-batches."""
         return num_microbatches

@@ -1,8 +1,8 @@
-"""The greedy order of split backward passes, for any placement of chunks on stages and any limit of memory.
+"""The greedy order of split backward passes, for any placement of chunks on stages and any memory limit.
 
-A stage takes the backward pass whose gradient has come, else the forward pass whose input has come and that fits, else
-a weight pass, else it waits. It holds no more than its limit, each microbatch in a chunk from its forward pass to its
-weight pass.
+A stage runs a backward pass whose gradient has arrived; otherwise a forward pass whose input has arrived and that fits
+into the limit; otherwise a weight pass; otherwise it waits. Each micro-batch counts in a chunk from its forward pass to
+its weight pass.
 """
 
 from abc import abstractmethod
@@ -20,47 +20,47 @@ Way = tuple[tuple[int, int], ...]
 
 
 class Order(NamedTuple):
-    """What the greedy order follows from."""
+    """What determines the greedy order."""
 
     way: Way
     limits: tuple[int, ...]
-    """The most that each stage holds at once: activations of one microbatch in one chunk."""
+    """The most activations that each stage holds at once, each of one micro-batch in one chunk."""
     groups: tuple[range, ...]
-    """Microbatches that go through a chunk together, before the next chunk follows."""
+    """Groups of micro-batches: each group goes through one chunk completely before the next chunk."""
     pace: tuple[int, int, int]
-    """Times of a forward, a backward and a weight pass by which the order is made."""
+    """Relative times of a forward, a backward and a weight pass, for which the order is made."""
     free: bool = False
-    """Whether a stage takes the passes of its chunks in any order: no two of them share an edge."""
+    """Whether a stage runs the passes of its chunks in any order, because no two chunks share an edge."""
     ahead: int | None = None
-    """The most microbatches that are in flight in the first chunk of a stage; None: as many as fit."""
+    """The most micro-batches in flight in the first chunk of a stage; None if only the memory limits them."""
 
 
 class SplitSchedule(PipelineSchedule):
-    """A schedule whose backward passes are split: B for gradients of inputs, W for those of weights."""
+    """A schedule whose backward passes are split: B for the gradients of inputs, W for the gradients of weights."""
 
     kinds = (Pass.FORWARD, Pass.BACKWARD, Pass.WEIGHT)
     pace: ClassVar[tuple[int, int, int]] = (2, 3, 1)
-    """The list that follows is at its best if a backward pass takes somewhat longer than a forward pass, and a weight
-    pass less, as attention makes it."""
+    """Relative times of a forward, a backward and a weight pass. The order is best if a backward pass takes somewhat
+    longer than a forward pass, and a weight pass less, as attention causes."""
 
     @abstractmethod
     def limit(self, num_stages: int, num_microbatches: int, num_chunks: int) -> int:
-        """Return how many activations a stage holds at once, each of one microbatch in one chunk, at most."""
+        """Return the most activations that a stage holds at once, each of one micro-batch in one chunk."""
 
     def num_ahead(self, num_stages: int, num_microbatches: int, stage: int, num_chunks: int) -> int:
-        """Return the number of forward passes ahead, at most."""
+        """Return the most forward passes that a stage runs before its first backward pass."""
         return self.limit(num_stages, num_microbatches, num_chunks) - 1
 
     def actions(self, num_stages: int, num_microbatches: int, stage: int, num_chunks: int = 1) -> tuple[Action, ...]:
         """Return a pipeline stage's actions in one step, in order.
 
-        Raises ValueError for a number of chunks that the schedule does not have.
+        Raises ValueError if the schedule does not support this number of chunks.
         """
         self.check_chunks(num_chunks)
         return greedy_order(self.order(num_stages, num_microbatches, num_chunks), num_microbatches)[stage]
 
     def order(self, num_stages: int, num_microbatches: int, num_chunks: int) -> Order:
-        """Return what the greedy order follows from."""
+        """Return what determines the greedy order, for these numbers of stages, micro-batches and chunks."""
         limits = (self.limit(num_stages, num_microbatches, num_chunks),) * num_stages
         return Order(
             self.name.way(num_stages, num_chunks), limits, tuple(self.groups(num_stages, num_microbatches)), self.pace
@@ -69,12 +69,12 @@ class SplitSchedule(PipelineSchedule):
 
 @lru_cache(maxsize=64)
 def greedy_order(order: Order, num_microbatches: int) -> tuple[tuple[Action, ...], ...]:
-    """Return the actions of every stage."""
+    """Return the actions of every stage in one step."""
     return _Greedy(order, num_microbatches).lists()
 
 
 class _Greedy:
-    """A pipeline whose stages choose their next pass when they are free."""
+    """A simulated pipeline whose stages choose their next pass whenever they are free."""
 
     def __init__(self, order: Order, num_microbatches: int) -> None:
         self.order, stages = order, range(len(order.limits))
@@ -83,7 +83,7 @@ class _Greedy:
         chunks = [range(sum(each == stage for each, _ in order.way)) for stage in stages]
         self.after = [_after(order.way, Pass.FORWARD), _after(order.way, Pass.BACKWARD)]
         self.waiting = [{kind: _queues(order, kind, each) for kind in (Pass.FORWARD, Pass.BACKWARD)} for each in chunks]
-        """The passes of each stage that are not done, in the order of each queue."""
+        """The remaining forward and backward passes of each stage, in the order of each queue."""
         self.weights = [deque[Action]() for _ in stages]
         self.held, self.in_first = [0 for _ in stages], [0 for _ in stages]
         self.num_chunks = [len(each) for each in chunks]
@@ -93,7 +93,7 @@ class _Greedy:
         self.free = [0 for _ in stages]
 
     def lists(self) -> tuple[tuple[Action, ...], ...]:
-        """Play the step; at the same time messages come before stages look for their next pass."""
+        """Simulate the step and return each stage's actions; messages that arrive at a time precede choices."""
         events: list[tuple[int, int, int, Action | None]] = [(0, 1, stage, None) for stage in range(len(self.free))]
         heapify(events)
         while events:
@@ -109,7 +109,7 @@ class _Greedy:
         return tuple(map(tuple, self.done))
 
     def _next(self, stage: int) -> Action | None:
-        """Return a stage's next pass, of the latest chunk that has one; None: it waits."""
+        """Return a stage's next pass, from the latest chunk that has one, or None if the stage has to wait."""
         come, waiting = self.come[stage], self.waiting[stage]
         for kind in (Pass.BACKWARD, Pass.FORWARD):
             heads = (queue[0] for queue in reversed(waiting[kind]) if queue)
@@ -119,7 +119,7 @@ class _Greedy:
         return self.weights[stage][0] if self.weights[stage] else None
 
     def _fits(self, stage: int, action: Action) -> bool:
-        """Return whether there is room for a pass, and for one in each later chunk, without which none would end."""
+        """Return whether memory is left for a pass, and for one in each later chunk, so that passes can complete."""
         if action.kind is not Pass.FORWARD:
             return True
         ahead = self.order.ahead
@@ -129,7 +129,7 @@ class _Greedy:
         return self.held[stage] + later < self.order.limits[stage]
 
     def _do(self, stage: int, action: Action) -> tuple[int, Action] | None:
-        """Do a pass; return the stage and the pass that its result is for."""
+        """Run a pass; return the stage and the pass that receive its result, or None if no other pass does."""
         kind, microbatch, chunk = action
         self.done[stage].append(action)
         if kind is Pass.WEIGHT:
@@ -149,14 +149,14 @@ class _Greedy:
 
 
 def _after(way: Way, kind: Pass) -> dict[tuple[int, int], tuple[int, int]]:
-    """Return the range that receives what a range makes."""
+    """Return, for each layer range, the range that receives its result."""
     return dict(pairwise(way[:: kind.way]))
 
 
 def _queues(order: Order, kind: Pass, chunks: range) -> list[deque[Action]]:
-    """Return the passes of a stage in order, in a queue for each chunk if these are free, else in one queue.
+    """Return the passes of a stage in order: a queue for each chunk if their order is free, otherwise one queue.
 
-    Chunks that share an edge have to take its messages in the order in which they are sent.
+    Chunks that share an edge have to receive its messages in the order in which they are sent.
     """
     turned = chunks if kind is Pass.FORWARD else chunks[::-1]
     parts = [(chunk,) for chunk in chunks] if order.free else [turned]

@@ -7,9 +7,9 @@ from shardwright.types import Schedule
 
 
 class InterleavedZeroBubble(SplitSchedule, Interleaved1F1B):
-    """Interleaved 1F1B whose backward passes are split; forward and backward passes each keep its order.
+    """Interleaved 1F1B with split backward passes; forward passes keep their order, backward passes keep theirs.
 
-    A stage holds at most as much as the first stage of interleaved 1F1B.
+    A stage holds at most as many activations as the first stage of interleaved 1F1B.
     """
 
     name = Schedule.INTERLEAVED_ZERO_BUBBLE
@@ -20,6 +20,6 @@ class InterleavedZeroBubble(SplitSchedule, Interleaved1F1B):
         return Interleaved1F1B.num_ahead(self, num_stages, num_microbatches, 0, num_chunks) + 1
 
     def closed_forms(self, num_microbatches: int, num_chunks: int = 1) -> tuple[ClosedForm, ...]:
-        """Return the coefficients of interleaved 1F1B, with what weight passes hide."""
+        """Return the coefficients of interleaved 1F1B, reduced by what weight passes hide."""
         forms = super().closed_forms(num_microbatches, num_chunks)
         return tuple(form._replace(hidden=form.fill) for form in forms)

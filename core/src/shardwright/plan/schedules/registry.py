@@ -1,4 +1,4 @@
-"""The schedules that there are: one file each."""
+"""All schedules, by name; each has its own file, or shares it with variants."""
 
 from shardwright.plan.schedules.gpipe import GPipe
 from shardwright.plan.schedules.interleaved_1f1b import Interleaved1F1B
@@ -15,5 +15,5 @@ _SCHEDULES: dict[Schedule, PipelineSchedule] = {schedule.name: schedule for sche
 
 
 def schedule_of(name: Schedule) -> PipelineSchedule:
-    """Return the schedule of a name."""
+    """Return the schedule with a name."""
     return _SCHEDULES[name]

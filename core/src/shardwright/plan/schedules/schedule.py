@@ -1,7 +1,7 @@
 """The interface of a schedule: its order of passes and closed form, for running, simulating and searching.
 
-What distinguishes one kind of pass is in the table `Pass`, which schedules, the runtime, the simulator and the memory
-of a stage read. They ask a row for its facts rather than for its name.
+The facts that distinguish the kinds of passes are in the table `Pass`, which schedules, the runtime, the simulator and
+the memory of a stage read. They use a row's facts, not its name.
 """
 
 from abc import ABC, abstractmethod
@@ -17,24 +17,28 @@ from shardwright.types import Schedule
 
 
 class Pass(StrEnum):
-    """The kinds of passes of a micro-batch through a layer range, in the order in which a micro-batch makes them."""
+    """The kinds of passes of a micro-batch through a layer range, in the order in which they are run."""
 
     way: int
-    """Which range receives its result: 1 the next range, -1 the previous one, 0 none."""
+    """Direction of the pass's result: 1 for the next layer range, -1 for the previous one, 0 if no range receives
+    it."""
     needs: str | None
-    """The kind of pass of the same microbatch and range that precedes it, and whose activations it frees."""
+    """The kind of pass of the same micro-batch and range that must come before, and whose activations this pass
+    frees."""
     makes_gradients: bool
-    """Whether it adds to the gradients of parameters: none goes through layers before the first trained one."""
+    """Whether the pass adds to the gradients of parameters; such a pass skips the layers before the first trained
+    one."""
     fill: int
-    """How often it counts in the time that the pipeline takes to fill and drain: 0 or less if other passes hide it."""
+    """How often the pass counts in the time in which the pipeline fills and drains: 0 or less if other passes hide
+    it."""
 
     FORWARD = "forward", 1, None, False, 1
     BACKWARD = "backward", -1, "forward", True, 1
     WEIGHT = "weight", 0, "backward", True, -1
-    """Gradients of matrices, which a split backward pass leaves to a pass of their own."""
+    """Gradients of matrices, which a split backward pass leaves to a separate pass."""
 
     def __new__(cls, name: str, way: int, needs: str | None, makes_gradients: bool, fill: int) -> "Pass":
-        """Make a row of the table of passes."""
+        """Create a row of the table of passes."""
         row = str.__new__(cls, name)
         row._value_, row.way, row.needs, row.makes_gradients, row.fill = name, way, needs, makes_gradients, fill
         return row
@@ -46,46 +50,46 @@ class Action(NamedTuple):
     kind: Pass
     microbatch: int
     chunk: int = 0
-    """Number of the layer range in the stage's `layers`; a microbatch goes through chunk 0 of every stage first."""
+    """Index of the layer range in the stage's `layers`; a micro-batch goes through chunk 0 of every stage first."""
 
 
 def middle(times: Sequence[float], during: Pass) -> Sequence[float]:
     """Return the times of passes without communication of parameters or gradients, if a step has such passes.
 
-    `times`: of one pass of each microbatch, in order. The first forward pass gathers, the first backward pass adds to
-    nothing, the last one reduces.
+    `times`: of one pass of each micro-batch, in order. The first forward pass gathers parameters, the first backward
+    pass adds to no gradients yet, and the last backward pass reduces them.
     """
     return times[1:-1] or (times[:-1] if during.makes_gradients else times[1:]) or times
 
 
-# The closed form of a step's time, which the search minimises: coefficients that all bounds and labels read.
+# The closed form of a step's time, which the search minimises: its coefficients are used by all bounds and labels.
 #
-# A_i is the forward and backward pass of one microbatch in pipeline stage i, all its chunks and the sends at their
+# A_i is the forward and backward pass of one microbatch in pipeline stage i, with all its chunks and the sends at their
 # ends; C_i is the part of A_i that fills and drains the pipeline: the sends, and each pass times its `fill`. It equals
 # A_i unless some passes hide others, as weight gradients do in zero-bubble schedules (Qi et al. 2024). U_i is what
-# follows the stage's last backward pass, the exposed gradient sync and the optimizer.
+# follows the stage's last backward pass: the exposed gradient sync and the optimizer.
 
 Times = TypeVar("Times", int, float, NDArray[np.float64])
 
 
 class ClosedForm(NamedTuple):
-    """Whole coefficients of a step's time: T = (fill sum C + steady max A + once max U + hidden max(A - C)) / parts."""
+    """Integer coefficients of a step's time T = (fill sum C + steady max A + once max U + hidden max(A-C)) / parts."""
 
     fill: int
-    """Coefficient of the sum of C over all stages, which one microbatch takes on its way."""
+    """Coefficient of the sum of C over all stages: the time that one micro-batch takes through the pipeline."""
     steady: int
-    """Coefficient of the slowest stage, for the microbatches that follow it."""
+    """Coefficient of the slowest stage's A, for the remaining micro-batches."""
     once: int = 1
-    """Coefficient of what comes at a step's end."""
+    """Coefficient of the largest U, the end of a step."""
     hidden: int = 0
-    """Coefficient of the largest A - C, which the pipeline hides while it fills, and makes up for at its end."""
+    """Coefficient of the largest A - C: work that is postponed while the pipeline fills, and done at the step's end."""
     parts: int = 1
 
     def time(self, total: Times, slowest: Times, exposed: Times, hidden: Times | int = 0) -> Times:
-        """Return T of the sum of C and the largest A, U and A - C, all in one unit, rounded up to a whole one."""
+        """Return T in the unit of the arguments, rounded up; `total`: the sum of C, the others: largest A, U, A - C."""
         if self.parts == 1:
             return self.fill * total + self.steady * slowest + self.once * exposed + self.hidden * hidden
-        # Whole times apart from parts of them, lest a float64 lose digits.
+        # The whole multiples of `parts` are computed separately, so that a float64 does not lose digits.
         whole, rest = (ClosedForm(*(divided(n, self.parts) for n in self[:4])) for divided in (floordiv, mod))
         given = total, slowest, exposed, hidden
         return whole.time(*given) - (-rest.time(*given) // self.parts)
@@ -94,7 +98,7 @@ class ClosedForm(NamedTuple):
 def step_time(
     forms: Sequence[ClosedForm], total: Times, slowest: Times, exposed: Times, hidden: Times | int = 0
 ) -> Times:
-    """Return the largest T of several closed forms."""
+    """Return the largest T of several closed forms, given the sum of C and the largest A, U and A - C."""
     first, *others = (form.time(total, slowest, exposed, hidden) for form in forms)
     for other in others:
         first = np.maximum(first, other) if isinstance(first, np.ndarray) else max(first, other)
@@ -105,28 +109,28 @@ def step_time(
 
 
 class PipelineSchedule(ABC):
-    """An order of passes: some forward passes ahead, then forward and backward in turn, then the remaining ones.
+    """An order of passes: some forward passes ahead, then forward and backward passes alternately, then the rest.
 
-    On every edge between two stages, the one from the last to the first that joins chunks included, messages are sent
-    in the order they are received in, and a chunk's last backward pass is that of the last microbatch.
+    On every edge between two stages, including the edge from the last to the first stage that joins chunks, messages
+    are sent in the order in which they are received, and a chunk's last backward pass belongs to the last micro-batch.
     """
 
     name: ClassVar[Schedule]
     kinds: ClassVar[tuple[Pass, ...]] = (Pass.FORWARD, Pass.BACKWARD)
-    """The kinds of passes in its actions, each after the kind that it needs."""
+    """The kinds of passes in the schedule's actions, each after the kind that it needs."""
 
     @abstractmethod
     def num_ahead(self, num_stages: int, num_microbatches: int, stage: int, num_chunks: int) -> int:
-        """Return how many forward passes a stage does before its first backward pass, at most."""
+        """Return the number of forward passes that a stage runs before it alternates with backward passes, at most."""
 
     def groups(self, num_stages: int, num_microbatches: int) -> Sequence[range]:
-        """Return the microbatches that go through a chunk together before the next chunk follows."""
+        """Return the groups of micro-batches that go through a chunk together before the next chunk follows."""
         return [range(num_microbatches)]
 
     def actions(self, num_stages: int, num_microbatches: int, stage: int, num_chunks: int = 1) -> tuple[Action, ...]:
         """Return a pipeline stage's actions in one step, in order.
 
-        Raises ValueError for a number of chunks that the schedule does not have.
+        Raises ValueError if the schedule does not support this number of chunks.
         """
         self.check_chunks(num_chunks)
         groups, chunks = self.groups(num_stages, num_microbatches), range(num_chunks)
@@ -137,7 +141,7 @@ class PipelineSchedule(ABC):
         return (*forward[:ahead], *steady, *backward[len(forward) - ahead :])
 
     def check_chunks(self, num_chunks: int) -> None:
-        """Raise ValueError for several chunks where the schedule does not interleave them."""
+        """Raise ValueError if there are several chunks but the schedule does not interleave."""
         if num_chunks > 1 and not self.name.interleaves:
             raise ValueError(f"{num_chunks} chunks need an interleaved schedule, not {self.name}")
 
@@ -147,8 +151,8 @@ class PipelineSchedule(ABC):
         return min(num_microbatches * num_chunks, ahead + 1)
 
     def closed_forms(self, num_microbatches: int, num_chunks: int = 1) -> tuple[ClosedForm, ...]:
-        """Return the coefficients of a step's time, which is the largest of them: T = sum A + (m - 1) max A + max U.
+        """Return closed forms of the step time, the largest of which applies: T = sum A + (m - 1) max A + max U.
 
-        All microbatches go through the slowest stage, and one through all others before and after it.
+        All micro-batches go through the slowest stage, and one of them through all other stages before and after it.
         """
         return (ClosedForm(fill=1, steady=num_microbatches - 1),)

@@ -1,9 +1,9 @@
-"""V-shaped schedules (Qi et al. 2024b): two chunks a stage, the second in reverse order, and split backward passes.
+"""V-shaped schedules (Qi et al. 2024b): two chunks per stage, the second in reverse order, and split backward passes.
 
-A micro-batch goes through the first chunks from the first stage to the last and through the second ones back, so that
-the first stage has the model's both ends. Activations of its first chunk live longest, those of its second one
-shortest, so that all stages hold as much. ZB-V is the greedy order. V-Half and V-Min repeat a building block, a
-timetable of one microbatch, which holds activations for a shorter time.
+A micro-batch goes through the first chunks from the first stage to the last, and through the second ones back, so that
+the first stage has both ends of the model. Activations of its first chunk live longest, and activations of its second
+chunk shortest, so that all stages hold the same number. ZB-V is the greedy order. V-Half and V-Min repeat a building
+block: a timetable of one micro-batch that holds activations for a shorter time.
 """
 
 from collections import deque
@@ -17,19 +17,20 @@ from shardwright.types import Schedule
 
 _CHUNKS = 2
 _PERIOD = 6
-"""Time from a microbatch to the next: that of its six passes on a stage, each of which takes 1."""
+"""Time from one micro-batch to the next: its six passes on a stage, each of which takes time 1."""
 
 
 class Block(NamedTuple):
-    """When a microbatch's forward and backward passes begin, in times of a pass; no two of a stage modulo 6."""
+    """Start times of a micro-batch's forward and backward passes, in units of a pass; a stage's all differ modulo 6."""
 
     steps: tuple[int, int, int, int]
-    """From a stage to the next: forward through the first and the second chunks, backward through these and back."""
+    """Times between neighbouring stages: forward through the first and the second chunks, backward through the second
+    and the first ones."""
     gaps: tuple[int, int, int]
-    """From the last of each of these to the first of the next, on the same stage."""
+    """Times on one stage from the last pass of each of these four to the first pass of the next."""
 
     def begins(self, num_stages: int, stage: int) -> Iterator[tuple[Pass, int, int]]:
-        """Yield kind, chunk and time of a stage's forward and backward passes of the first microbatch."""
+        """Yield kind, chunk and start time of a stage's forward and backward passes of the first micro-batch."""
         later, total = num_stages - 1, 0
         ways = ((Pass.FORWARD, 0, stage), (Pass.FORWARD, 1, later - stage))
         back = ((Pass.BACKWARD, 1, stage), (Pass.BACKWARD, 0, later - stage))
@@ -39,29 +40,30 @@ class Block(NamedTuple):
 
 
 class ZeroBubbleV(SplitSchedule):
-    """ZB-V: no bubble but the way in, if all three passes take as long, at the memory of 1F1B's first stage."""
+    """ZB-V: if all three passes take the same time, no bubble except warm-up, with the memory of 1F1B's first stage."""
 
     name = Schedule.ZERO_BUBBLE_V
     pace = 5, 6, 4
 
     def limit(self, num_stages: int, num_microbatches: int, num_chunks: int) -> int:
-        """Return the chunks of as many microbatches as there are stages."""
+        """Return the activations of as many micro-batches as there are stages, in all chunks."""
         return num_chunks * num_stages
 
     def check_chunks(self, num_chunks: int) -> None:
-        """Raise ValueError for a number of chunks other than two."""
+        """Raise ValueError if the number of chunks is not two."""
         if num_chunks != _CHUNKS:
             raise ValueError(f"the schedule {self.name} needs 2 chunks, not {num_chunks}")
 
     def order(self, num_stages: int, num_microbatches: int, num_chunks: int) -> Order:
-        """Return an order in which first chunks run no further ahead than there are stages: later ones need room."""
+        """Return an order in which first chunks run at most `num_stages` ahead, to leave memory for second ones."""
         order = super().order(num_stages, num_microbatches, num_chunks)
         return order._replace(free=True, ahead=num_stages)
 
     def closed_forms(self, num_microbatches: int, num_chunks: int = 1) -> tuple[ClosedForm, ...]:
-        """Return the coefficients of T = sum C / 2 + (m - 1/2) max A + max (A - C) / 2 + max U, and for few.
+        """Return the coefficients of T = sum C / 2 + (m - 1/2) max A + max (A - C) / 2 + max U, and of a T for few.
 
-        The first is exact for ZB-V of equal stages and passes without sends, and less than what lower limits take.
+        The first is exact for ZB-V if stages are equal and there are no sends; schedules with lower limits take longer.
+        The second applies if there are few micro-batches.
         """
         v, m = _CHUNKS, num_microbatches
         return ClosedForm(1, v * m - 1, v, hidden=1, parts=v), ClosedForm(v, m - 1, v, hidden=v, parts=v)
@@ -73,17 +75,18 @@ class VHalf(ZeroBubbleV):
     name = Schedule.V_HALF
 
     def limit(self, num_stages: int, num_microbatches: int, num_chunks: int) -> int:
-        """Return the chunks of (p + 2) / 2 microbatches, rounded down."""
+        """Return the activations of (num_stages + 2) / 2 micro-batches, rounded down, in all chunks."""
         return num_chunks * ((num_stages + 2) // 2)
 
     def block(self, num_stages: int) -> Block:
-        """Return the building block."""
+        """Return the building block for a number of stages."""
         return Block((2, 1, 2, 1), (2, 1, 1) if num_stages % 2 else (5, 1, 4))
 
     def actions(self, num_stages: int, num_microbatches: int, stage: int, num_chunks: int = 1) -> tuple[Action, ...]:
         """Return a pipeline stage's actions in one step, in order.
 
-        Two stages hold as much as in ZB-V, and do as it does. Raises ValueError for a number of chunks other than two.
+        With few stages, whose limit is the same as in ZB-V, they are ZB-V's actions. Raises ValueError if there are not
+        two chunks.
         """
         if self.limit(num_stages, num_microbatches, 1) >= num_stages:
             return super().actions(num_stages, num_microbatches, stage, num_chunks)
@@ -97,17 +100,17 @@ class VMin(VHalf):
     name = Schedule.V_MIN
 
     def limit(self, num_stages: int, num_microbatches: int, num_chunks: int) -> int:
-        """Return the chunks of (p + 4) / 3 microbatches, rounded down."""
+        """Return the activations of (num_stages + 4) / 3 micro-batches, rounded down, in all chunks."""
         return num_chunks * ((num_stages + 4) // 3)
 
     def block(self, num_stages: int) -> Block:
-        """Return the building block, whose passes follow one another as soon as they can."""
+        """Return the building block, in which each pass follows as soon as it can."""
         return Block((1, 1, 1, 1), (1, 1, 1) if num_stages % 3 else (3, 1, 3))
 
 
 @lru_cache(maxsize=64)
 def repeated(block: Block, num_stages: int, num_microbatches: int) -> tuple[tuple[Action, ...], ...]:
-    """Return the actions of every stage: a block for each microbatch, and weight passes as soon as there is time."""
+    """Return the actions of every stage: a block for each micro-batch, and weight passes as soon as there is time."""
     return tuple(_of_stage(block, num_stages, num_microbatches, stage) for stage in range(num_stages))
 
 
