@@ -12,7 +12,7 @@ from shardwright.io.hdf5 import Profile, Provenance, tables_of
 from shardwright.io.json import Document, write_document
 from shardwright.io.table import Table, columns_of
 from shardwright.plan.chunks import stage_actions
-from shardwright.plan.schedules.schedule import Pass
+from shardwright.plan.schedules.passes import Pass
 from shardwright.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright.types.hardware_profile import HardwareProfile, write_hardware_profile
 from shardwright.types.measurement import (

@@ -34,7 +34,7 @@ MADE_UP = {
         **dict.fromkeys(("key.py", "layer.py", "choices.py", "parallelize.py", "supported_fields.py"), NOT_SUPPORTED),
     },
     "A kind of pass": {
-        "schedule.py": "str.__new__(Pass, ",
+        "passes.py": "str.__new__(Pass, ",
         "schedules/NAME.py": "kinds = (Pass.FORWARD, Pass.BACKWARD, WEIGHT)",
         "simulator.py": "further_ps={WEIGHT: 1}",
         "configurations.py": "no bound for schedules with passes of kind",

@@ -7,7 +7,7 @@ import pytest
 
 from shardwright.models.description import model_of_config
 from shardwright.plan.communication import Message, context_messages, loss_messages, region_messages
-from shardwright.plan.schedules.schedule import Pass
+from shardwright.plan.schedules.passes import Pass
 from shardwright.types import LayerStrategy, LayerType, Strategy
 from shardwright.types.hardware_profile import Collective
 

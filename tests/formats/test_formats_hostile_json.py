@@ -171,7 +171,7 @@ PLANS: dict[str, tuple[Change, str]] = {
     "a stage in the middle without layers": (_empty_middle_stage, "stages[1]: layer range [2, 2] is empty"),
     "several ranges without interleaving": (
         lambda p: p["stages"][0].update(layers=[[0, 1], [1, 2]]),
-        "interleaved_1f1b",
+        "need an interleaved schedule",
     ),
     "a range of three numbers": (lambda p: p["stages"][0].update(layers=[[0, 1, 2]]), "`$.stages[0].layers[0]`"),
     "a strategy too few": (lambda p: p["layers"].pop(), "2 layer strategies for a model of 3"),

@@ -7,14 +7,8 @@ import msgspec
 import pytest
 
 from shardwright.io import read_document
-from shardwright.plan.communication import (
-    Cause,
-    Message,
-    parameter_messages,
-    region_messages,
-    step_messages,
-)
-from shardwright.plan.schedules.schedule import Pass
+from shardwright.plan.communication import Cause, Message, parameter_messages, region_messages, step_messages
+from shardwright.plan.schedules.passes import Pass
 from shardwright.types.hardware_profile import Collective
 from shardwright.types.model import BoundaryTensor, Heads, Model, Region
 from shardwright.types.plan import ITEMSIZE, PipelineStage, Plan

@@ -8,12 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.plan.axes import ActivationShard, Layout, layout_of
-from shardwright.plan.layout import (
-    Transfer,
-    closed_groups,
-    redistribution_plan,
-    sent_numel,
-)
+from shardwright.plan.layout import Transfer, closed_groups, redistribution_plan, sent_numel
 from shardwright.types import SequenceParallel, Strategy
 
 SIZES = (1, 2, 3, 4, 6, 8)

@@ -18,17 +18,8 @@ from random_documents import shown
 from shardwright.io import sha256_of_file
 from shardwright.io.hdf5 import Provenance, tables_of
 from shardwright.io.table import Column, Row, Table, columns_of
-from shardwright.types.hardware_profile import (
-    HardwareProfile,
-    read_hardware_profile,
-    write_hardware_profile,
-)
-from shardwright.types.model_profile import (
-    ModelProfile,
-    ProfileOrigin,
-    read_model_profile,
-    write_model_profile,
-)
+from shardwright.types.hardware_profile import HardwareProfile, read_hardware_profile, write_hardware_profile
+from shardwright.types.model_profile import ModelProfile, ProfileOrigin, read_model_profile, write_model_profile
 
 StructType = TypeVar("StructType", bound=msgspec.Struct)
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwright.plan.schedules.passes import Action, Pass
 from shardwright.plan.schedules.registry import schedule_of
-from shardwright.plan.schedules.schedule import Action, Pass
 from shardwright.types import Schedule
 
 INTERLEAVED = Schedule.INTERLEAVED_1F1B

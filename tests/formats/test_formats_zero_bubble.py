@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 
 from shardwright.plan.schedules.greedy import Order, greedy_order
+from shardwright.plan.schedules.passes import Action, Pass
 from shardwright.plan.schedules.registry import schedule_of
-from shardwright.plan.schedules.schedule import Action, Pass
 from shardwright.types import Schedule
 
 SIZES = [*product(range(1, 9), range(1, 17))]

@@ -9,7 +9,7 @@ import pytest
 
 from shardwright.launch.collectives import RankCollectives, collectives_of, first_missing
 from shardwright.plan.process_groups import PlannedGroup, Purpose
-from shardwright.plan.schedules.schedule import Pass
+from shardwright.plan.schedules.passes import Pass
 
 WORLD = ("0", "default_pg")
 DATA = ("5", PlannedGroup(Purpose.DATA_PARALLEL, (0, 2)).description)

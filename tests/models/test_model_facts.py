@@ -16,7 +16,7 @@ from shardwright.models.description import model_of_config
 from shardwright.models.registry import FAMILIES, read_presets
 from shardwright.models.traits import FULL, SLIDING
 from shardwright.plan.communication import Cause, context_messages, region_messages, tensors_of
-from shardwright.plan.schedules.schedule import Pass
+from shardwright.plan.schedules.passes import Pass
 from shardwright.types import LayerStrategy, Model, SequenceParallel
 from shardwright.types.plan import misfit
 from shardwright_train.commands.documents import describe_folder

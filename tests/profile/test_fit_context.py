@@ -9,16 +9,7 @@ from shardwright.estimate.settings import ProfileSettings
 from shardwright.io import BadInput
 from shardwright.key import LayerKey
 from shardwright.models.description import model_of_config
-from shardwright.types import (
-    Attention,
-    Cluster,
-    Measurement,
-    NodeGroup,
-    NodeType,
-    Plan,
-    Recompute,
-    SequenceParallel,
-)
+from shardwright.types import Attention, Cluster, Measurement, NodeGroup, NodeType, Plan, Recompute, SequenceParallel
 from shardwright_profile.model.fit import fit_profile
 from shardwright_profile.model.probes import Probes, make_probes
 

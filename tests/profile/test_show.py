@@ -9,13 +9,7 @@ from shardwright.display.units import bytes_text, rate_text, seconds_text
 from shardwright.io import BadInput
 from shardwright.io.hdf5 import Provenance
 from shardwright.io.table import Table
-from shardwright.types.hardware_profile import (
-    HardwareProfile,
-    PointRow,
-    RateRow,
-    RepeatRow,
-    write_hardware_profile,
-)
+from shardwright.types.hardware_profile import HardwareProfile, PointRow, RateRow, RepeatRow, write_hardware_profile
 from shardwright.types.model_profile import read_model_profile
 from shardwright_profile.show import draw_profile, show_profile
 

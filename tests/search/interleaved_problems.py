@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
+from shardwright.plan.schedules.passes import Action, Pass
 from shardwright.plan.schedules.registry import schedule_of
-from shardwright.plan.schedules.schedule import Action, Pass
 from shardwright.types import Schedule
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.interleaved import Interleaved

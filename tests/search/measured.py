@@ -3,7 +3,7 @@
 import msgspec
 
 from shardwright.plan.chunks import stage_actions
-from shardwright.plan.schedules.schedule import Pass
+from shardwright.plan.schedules.passes import Pass
 from shardwright.types.measurement import PassTime, PlanMeasurement, RankMeasurement, RankMemory, Segment
 from shardwright.types.plan import Plan
 from shardwright.types.prediction import Estimate, Term

@@ -12,8 +12,8 @@ from random_problems import Enumerated, every_plan, fitting
 from random_requests import FILE, World
 
 from shardwright.io.table import Table
+from shardwright.plan.schedules.passes import Pass
 from shardwright.plan.schedules.registry import schedule_of
-from shardwright.plan.schedules.schedule import Pass
 from shardwright.types import GIB
 from shardwright.types.model_profile import LayerRow, ModelProfile
 from shardwright_search.cost_model.profiles import index_profiles

@@ -5,7 +5,8 @@ from itertools import product
 import pytest
 
 from shardwright.plan.schedules import registry
-from shardwright.plan.schedules.schedule import Action, ClosedForm, Pass, PipelineSchedule
+from shardwright.plan.schedules.passes import Action, Pass
+from shardwright.plan.schedules.schedule import ClosedForm, PipelineSchedule
 from shardwright.types import Schedule
 from shardwright_search.simulation import simulator
 from shardwright_search.simulation.simulator import StageTimes, lower_bound_ps, simulate, step_time_ps

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from shardwright.estimate.weight_passes import NO_WEIGHT_PASS, WeightPass
 from shardwright.io import BadInput
 from shardwright.models.description import model_of_config
+from shardwright.plan.schedules.passes import Pass
 from shardwright.plan.schedules.registry import schedule_of
-from shardwright.plan.schedules.schedule import Pass
 from shardwright.types import EMBEDDING, HEAD, DataParallel, Schedule
 from shardwright_search.commands.prediction import prediction_of_searched
 from shardwright_search.cost_model import stage_costs

@@ -18,7 +18,7 @@ from shardwright.estimate.settings import ProfileSettings
 from shardwright.io import BadInput, write_document
 from shardwright.models.description import model_of_config
 from shardwright.plan.communication import Cause, region_messages
-from shardwright.plan.schedules.schedule import Pass
+from shardwright.plan.schedules.passes import Pass
 from shardwright.types import (
     Cluster,
     DataParallel,

@@ -13,7 +13,7 @@ from random_problems import best_of, random_problem
 from rest_long import rest_long
 
 from shardwright.io import read_document, write_document
-from shardwright.plan.schedules.schedule import Pass
+from shardwright.plan.schedules.passes import Pass
 from shardwright.types import Certificate, Plan, Schedule
 from shardwright_search.certificate.make import proof_of
 from shardwright_search.cli import APP

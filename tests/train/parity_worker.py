@@ -25,14 +25,7 @@ from mtp_reference import mtp_losses
 from skewed_routing import begin_with, check_skewed, skew_of, skew_routing
 from stock_experts import correct_biases, shares_of
 from stock_optimizers import Matrices, stock_optimizer
-from tiny_models import (
-    batch_of,
-    engine_of,
-    initial_stock,
-    made_by_first,
-    named_parameters,
-    stock_logits,
-)
+from tiny_models import batch_of, engine_of, initial_stock, made_by_first, named_parameters, stock_logits
 from torch import Tensor, nn
 from transformers.loss.loss_utils import fixed_cross_entropy
 

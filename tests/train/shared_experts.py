@@ -8,15 +8,7 @@ import msgspec
 from random_plans import random_plan
 from tiny_models import tiny
 
-from shardwright.types import (
-    DataParallel,
-    Experts,
-    ExpertStrategy,
-    LayerStrategy,
-    Model,
-    Plan,
-    SequenceParallel,
-)
+from shardwright.types import DataParallel, Experts, ExpertStrategy, LayerStrategy, Model, Plan, SequenceParallel
 
 MODELS = (tiny("mixtral", num_local_experts=8), tiny("qwen3_moe"), tiny("gpt_oss"), tiny("deepseek_v3"))
 PLACED_BUT_EVERY = 7

@@ -14,7 +14,7 @@ from several_chunks import SCHEDULES, in_chunks
 from tiny_models import batch_of, engine_of
 
 from shardwright.io import read_document
-from shardwright.plan.schedules.schedule import Pass
+from shardwright.plan.schedules.passes import Pass
 from shardwright.types import Plan, Plans, Schedule
 from shardwright_search.simulation.simulator import StageTimes, simulate
 from shardwright_train.parallel.process_groups import Groups

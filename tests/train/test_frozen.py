@@ -14,7 +14,7 @@ from run_resumes import resumed, saved
 from test_train_traffic import by_formula, counted
 
 from shardwright.plan.communication import Cause, step_messages
-from shardwright.plan.schedules.schedule import Pass
+from shardwright.plan.schedules.passes import Pass
 from shardwright.types import DataParallel, PipelineStage, Plan, Schedule
 from shardwright.types.hardware_profile import Collective
 from shardwright_search.cost_model.parameters import parameter_memory

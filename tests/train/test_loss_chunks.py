@@ -13,16 +13,7 @@ from tiny_models import tiny
 from shardwright.io import BadInput
 from shardwright.models.description import model_of_config
 from shardwright.plan.supported_fields import check_fields
-from shardwright.types import (
-    Attention,
-    DataParallel,
-    LayerStrategy,
-    PipelineStage,
-    Plan,
-    Precision,
-    Schedule,
-    Strategy,
-)
+from shardwright.types import Attention, DataParallel, LayerStrategy, PipelineStage, Plan, Precision, Schedule, Strategy
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_train.dry_run import simulate_step
 from shardwright_train.models.base import family_named

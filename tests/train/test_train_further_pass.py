@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardwright.plan.schedules.schedule import Pass
+from shardwright.plan.schedules.passes import Pass
 from shardwright_train.pipeline.runner import _Passes
 
 

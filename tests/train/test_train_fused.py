@@ -23,15 +23,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama import modeling_llama as llama
 
 from shardwright.io import write_document
-from shardwright.types import (
-    RECOMPUTE_WHOLE,
-    DataParallel,
-    LayerStrategy,
-    Plan,
-    Plans,
-    SequenceParallel,
-    Strategy,
-)
+from shardwright.types import RECOMPUTE_WHOLE, DataParallel, LayerStrategy, Plan, Plans, SequenceParallel, Strategy
 from shardwright_train.models.base import family_named
 from shardwright_train.parallel.fused import fuse, fusible
 

@@ -23,15 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwright.types import (
-    RECOMPUTE_WHOLE,
-    ExpertStrategy,
-    LayerStrategy,
-    PipelineStage,
-    Plan,
-    Schedule,
-    Strategy,
-)
+from shardwright.types import RECOMPUTE_WHOLE, ExpertStrategy, LayerStrategy, PipelineStage, Plan, Schedule, Strategy
 from shardwright_train.engine.engine import build_engine
 from shardwright_train.models.base import family_named
 from shardwright_train.parallel import experts

@@ -19,15 +19,7 @@ from transformers.integrations import flash_attention
 
 from shardwright.io import BadInput, read_document, write_document
 from shardwright.models.mtp import with_mtp
-from shardwright.types import (
-    Attention,
-    Measurement,
-    Plan,
-    Plans,
-    Precision,
-    SequenceParallel,
-    Strategy,
-)
+from shardwright.types import Attention, Measurement, Plan, Plans, Precision, SequenceParallel, Strategy
 from shardwright_train.cli import APP
 from shardwright_train.models import attention_kernels as kernels
 from shardwright_train.models import support

@@ -11,8 +11,8 @@ from random_plans import random_plan, uneven_plan
 from tiny_models import tiny
 
 from shardwright.io import write_document
+from shardwright.plan.schedules.passes import Action, Pass
 from shardwright.plan.schedules.registry import schedule_of
-from shardwright.plan.schedules.schedule import Action, Pass
 from shardwright.types import Plan, Plans, Schedule
 from shardwright_train.pipeline.p2p import until_fullest
 

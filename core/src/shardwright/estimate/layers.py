@@ -27,7 +27,7 @@ from shardwright.optimizers.registry import ADAMW, Optimizer, shards_of
 from shardwright.plan.axes import axes_of
 from shardwright.plan.communication import Message, loss_messages, region_messages, shares_experts
 from shardwright.plan.layout import parameter_groups
-from shardwright.plan.schedules.schedule import Pass
+from shardwright.plan.schedules.passes import Pass
 from shardwright.types import (
     EMBEDDING,
     HEAD,

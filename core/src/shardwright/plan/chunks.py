@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from shardwright.plan.axes import Layout, layout_of
 from shardwright.plan.layout import Transfer, parameter_groups, redistribution_plan
+from shardwright.plan.schedules.passes import Action, Pass
 from shardwright.plan.schedules.registry import schedule_of
-from shardwright.plan.schedules.schedule import Action, Pass
 from shardwright.types import EMBEDDING, HEAD, BoundaryTensor, DataParallel, Plan, Schedule, Strategy
 
 

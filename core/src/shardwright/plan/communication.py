@@ -18,7 +18,7 @@ from shardwright.plan import tied_weights
 from shardwright.plan.axes import Axis, Layout, ParameterAxes, axes_of, layout_of
 from shardwright.plan.chunks import chunk_layers, gathers_spared, incoming_layout, needs_gradient, sending_cuts
 from shardwright.plan.layout import ParameterGroup, closed_groups, parameter_box, parameter_groups, sent_numel
-from shardwright.plan.schedules.schedule import Pass
+from shardwright.plan.schedules.passes import Pass
 from shardwright.types import Experts
 from shardwright.types.hardware_profile import Collective
 from shardwright.types.model import HEAD, LOW_RANK, BoundaryTensor, Heads, LayerType, Model, Parameter, Region

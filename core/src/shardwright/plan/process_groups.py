@@ -11,7 +11,7 @@ from shardwright.optimizers.registry import OPTIMIZERS
 from shardwright.plan.axes import Axis, Layout, axes_of, layout_of
 from shardwright.plan.chunks import chunk_layers, cuts, incoming_layout, sending_cuts
 from shardwright.plan.layout import closed_groups
-from shardwright.plan.schedules.schedule import Pass
+from shardwright.plan.schedules.passes import Pass
 from shardwright.plan.tied_weights import ranks_of_replicas, tied_parameters
 from shardwright.types import LayerStrategy, Plan, Strategy
 

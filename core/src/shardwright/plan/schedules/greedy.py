@@ -13,7 +13,8 @@ from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from typing import ClassVar, NamedTuple
 
-from shardwright.plan.schedules.schedule import Action, Pass, PipelineSchedule
+from shardwright.plan.schedules.passes import Action, Pass
+from shardwright.plan.schedules.schedule import PipelineSchedule
 
 Way = tuple[tuple[int, int], ...]
 """Stage and chunk of each layer range, in the order in which a micro-batch goes through them."""

@@ -12,7 +12,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from shardwright.plan.schedules.greedy import Order, SplitSchedule
-from shardwright.plan.schedules.schedule import Action, ClosedForm, Pass
+from shardwright.plan.schedules.passes import Action, Pass
+from shardwright.plan.schedules.schedule import ClosedForm
 from shardwright.types import Schedule
 
 _CHUNKS = 2

@@ -14,7 +14,7 @@ from shardwright.display.svg import document
 from shardwright.display.timeline import draw_timeline, idle_s
 from shardwright.io import BadInput, atomic_path, read_document, sha256_of_file
 from shardwright.models.context import recompute_kinds
-from shardwright.plan.schedules.schedule import Pass
+from shardwright.plan.schedules.passes import Pass
 from shardwright.types import Estimate, Plan, Prediction, RunnerUp
 from shardwright_search.commands.prediction import (
     Inputs,

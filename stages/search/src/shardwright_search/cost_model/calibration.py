@@ -7,7 +7,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from shardwright.io import BadInput, sha256_of_file
-from shardwright.plan.schedules.schedule import Pass, middle
+from shardwright.plan.schedules.passes import Pass, middle
 from shardwright.types.hardware_profile import Collective
 from shardwright.types.measurement import PlanMeasurement, RankMeasurement
 from shardwright.types.plan import GradientReduction, Plan

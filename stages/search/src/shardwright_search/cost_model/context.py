@@ -15,7 +15,7 @@ from shardwright.io import BadInput
 from shardwright.key import LayerKey
 from shardwright.plan.axes import axes_of
 from shardwright.plan.communication import KeysAndValues, Message, context_messages, keys_and_values, tensors_of
-from shardwright.plan.schedules.schedule import Pass
+from shardwright.plan.schedules.passes import Pass
 from shardwright.types import (
     EMBEDDING,
     HEAD,

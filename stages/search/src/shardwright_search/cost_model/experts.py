@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from shardwright.key import ExpertKey, HostKey
 from shardwright.plan.axes import axes_of
 from shardwright.plan.communication import Cause, Message, rank_positions, region_messages, tensors_of
-from shardwright.plan.schedules.schedule import Pass
+from shardwright.plan.schedules.passes import Pass
 from shardwright.types import LayerStrategy, Model, Plan, Recompute, Strategy
 from shardwright.types.hardware_profile import Collective, GroupKind
 from shardwright.types.model_profile import LayerFigures

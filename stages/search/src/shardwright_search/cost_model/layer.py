@@ -19,7 +19,7 @@ from shardwright.optimizers.registry import ADAMW, Optimizer, largest_flops
 from shardwright.plan.axes import Layout, axes_of, layout_of
 from shardwright.plan.communication import region_messages, shares_experts
 from shardwright.plan.layout import parameter_groups
-from shardwright.plan.schedules.schedule import Pass
+from shardwright.plan.schedules.passes import Pass
 from shardwright.types import (
     HEAD,
     ITEMSIZE,

@@ -10,8 +10,9 @@ from msgspec import UNSET
 from shardwright.optimizers.registry import OPTIMIZERS
 from shardwright.plan.offload import check_offload
 from shardwright.plan.process_groups import communicator_bytes, communicators
+from shardwright.plan.schedules.passes import Pass
 from shardwright.plan.schedules.registry import schedule_of
-from shardwright.plan.schedules.schedule import Pass, step_time
+from shardwright.plan.schedules.schedule import step_time
 from shardwright.plan.supported_fields import check_fields
 from shardwright.types import EMBEDDING, HEAD, Estimate, Plan, StagePrediction, TimelineEvent
 from shardwright_search.cost_model.layer import CostModel, picoseconds

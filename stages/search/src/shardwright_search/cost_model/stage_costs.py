@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from shardwright.estimate.weight_passes import WeightPass, weight_pass
 from shardwright.plan.axes import effective, layout_of
 from shardwright.plan.chunks import gathers_spared
+from shardwright.plan.schedules.passes import Pass
 from shardwright.plan.schedules.registry import schedule_of
-from shardwright.plan.schedules.schedule import Pass
 from shardwright.types import EMBEDDING, HEAD, Plan, Strategy
 from shardwright_search.cost_model.collectives import largest_slowdowns
 from shardwright_search.cost_model.experts import placed_imbalance

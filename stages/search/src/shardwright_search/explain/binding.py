@@ -10,8 +10,9 @@ from msgspec.structs import replace
 from shardwright.display.plan_words import range_words, strategy_words
 from shardwright.io import BadInput
 from shardwright.plan.axes import effective
+from shardwright.plan.schedules.passes import Pass
 from shardwright.plan.schedules.registry import schedule_of
-from shardwright.plan.schedules.schedule import Pass, step_time
+from shardwright.plan.schedules.schedule import step_time
 from shardwright.types import MIB, RECOMPUTE_WHOLE, DataParallel, Estimate, LayerStrategy, Plan, Recompute
 from shardwright_search.cost_model.layer import CostModel, picoseconds
 from shardwright_search.cost_model.plan import Evaluation, evaluate

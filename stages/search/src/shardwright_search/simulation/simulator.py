@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwright.plan.schedules.passes import Pass
 from shardwright.plan.schedules.registry import schedule_of
-from shardwright.plan.schedules.schedule import Pass
 from shardwright.types import Schedule
 from shardwright_search.simulation.reduction import BackwardPass, Overlap, Reduction, backward_pass
 

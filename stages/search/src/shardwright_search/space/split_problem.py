@@ -22,8 +22,9 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
+from shardwright.plan.schedules.passes import Pass
 from shardwright.plan.schedules.registry import schedule_of
-from shardwright.plan.schedules.schedule import ClosedForm, Pass
+from shardwright.plan.schedules.schedule import ClosedForm
 from shardwright.types import Schedule
 from shardwright_search.solver.problem import Cut, DeviceGroup, Moves, Options, Problem
 from shardwright_search.solver.targets import Target

@@ -20,7 +20,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from shardwright.plan.schedules.schedule import Pass, PipelineSchedule
+from shardwright.plan.schedules.passes import Pass
+from shardwright.plan.schedules.schedule import PipelineSchedule
 from shardwright.types import Model
 from shardwright_search.step.pareto import Ints, Numbers
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from shardwright.launch.accelerator import CPU, GPU
 from shardwright.launch.backend import on_accelerator
 from shardwright.plan.differences import MAX_RELATIVE_ERROR, paired_difference
-from shardwright.plan.schedules.schedule import Pass, middle
+from shardwright.plan.schedules.passes import Pass, middle
 from shardwright.types import PassTime, RankMeasurement, RankMemory, Segment
 from shardwright_train.parallel.world import World
 from shardwright_train.pipeline.runner import MicrobatchChunk

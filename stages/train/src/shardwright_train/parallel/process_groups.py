@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwright.launch.backend import edge_options, synchronize
 from shardwright.plan.axes import Axis, ParameterAxes, axes_of
 from shardwright.plan.process_groups import EDGE_CHANNELS, PlannedGroup, Purpose, planned_group, process_groups
-from shardwright.plan.schedules.schedule import Pass
+from shardwright.plan.schedules.passes import Pass
 from shardwright.types import Plan, Strategy
 
 _MeshKey = tuple[tuple[int, ...], ParameterAxes]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.plan.chunks import Cut, cuts, needs_gradient, stage_actions
-from shardwright.plan.schedules.schedule import Action, Pass
+from shardwright.plan.schedules.passes import Action, Pass
 from shardwright_train.parallel.collectives import Window, window
 from shardwright_train.parallel.data import torch_dtype
 from shardwright_train.pipeline.layer import RankContext

@@ -24,7 +24,7 @@ from shardwright.models.traits import Mask
 from shardwright.plan.axes import axes_of
 from shardwright.plan.chunks import stage_actions
 from shardwright.plan.expert_placement import expert_slices
-from shardwright.plan.schedules.schedule import Action, Pass
+from shardwright.plan.schedules.passes import Action, Pass
 from shardwright.types import ITEMSIZE, Attention, GradientReduction
 from shardwright_train.data.share import DOCUMENTS, Batch, BatchShare
 from shardwright_train.models.masks import Places, document_mask, image_masks, padding_mask, shared_mask, window_mask

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from shardwright.plan.axes import layout_of
 from shardwright.plan.chunks import chunk_layers, has_backward, incoming_layout, needs_gradient
 from shardwright.plan.expert_placement import expert_slices, experts_by_place
-from shardwright.plan.schedules.schedule import Action
+from shardwright.plan.schedules.passes import Action
 from shardwright.types import EMBEDDING, HEAD, BoundaryTensor, DataParallel
 from shardwright_train.data.share import Batch
 from shardwright_train.models.stock import States

@@ -10,7 +10,7 @@ from shardwright.io.table import Source, Sourced
 from shardwright.key import LayerKey
 from shardwright.plan.communication import Message, loss_messages, region_messages
 from shardwright.plan.groups import seconds_on
-from shardwright.plan.schedules.schedule import Pass
+from shardwright.plan.schedules.passes import Pass
 from shardwright.types import EMBEDDING, HEAD, ITEMSIZE, LayerStrategy, Model, Recompute, SequenceParallel
 from shardwright.types.hardware_profile import HardwareProfile, read_hardware_profile
 from shardwright.types.model_profile import LayerFigures, LayerRow, ModelProfile, StateRow
