@@ -16,7 +16,7 @@ from shardwright.io import BadInput, read_object, removed_key, without_ignored
 from shardwright.models.description import stated_length
 from shardwright.models.registry import read_presets
 from shardwright_train.data.corpora import Source
-from shardwright_train.data.split import LossOn
+from shardwright_train.data.sampling import LossOn
 
 Section = Mapping[str, Any]
 _NO_TEXT = (Source.IMAGES, Source.CAPTIONS, Source.SPEECH)

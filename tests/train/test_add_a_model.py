@@ -10,8 +10,7 @@ import shardwright_train
 from shardwright.models import families, registry
 from shardwright.models.description import model_of_config
 from shardwright_train import models
-from shardwright_train.models.base import family_named
-from shardwright_train.models.description import describe
+from shardwright_train.models.base import describe, family_named
 
 PAGE = Path(__file__).parents[2] / "docs" / "add-a-model.md"
 MODELS, TRAIN = (Path(str(package.__file__)).parent for package in (shardwright.models, shardwright_train))

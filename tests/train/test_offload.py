@@ -44,8 +44,7 @@ from shardwright.types import (
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_train.commands.ranks import check_host_memory
 from shardwright_train.dry_run import check_roles, simulate_step
-from shardwright_train.engine.host import CountedHost
-from shardwright_train.engine.late_updates import LateUpdates
+from shardwright_train.engine.host import CountedHost, LateUpdates
 from shardwright_train.engine.learning_rate import ANY
 from shardwright_train.engine.optimizer import ShardedOptimizer
 from shardwright_train.models.base import family_named

@@ -22,8 +22,8 @@ from tokenizers import Tokenizer
 from shardwright.io import BadInput, read_object
 from shardwright_train.data.corpora import TextPiece
 from shardwright_train.data.tokenizer import RUNNING_ERRORS, SETTINGS, TOKENIZER, DocumentEnds, library_faults
-from shardwright_train.imports import without_collection
 from shardwright_train.parallel.vocab import IGNORED
+from shardwright_train.start import without_collection
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _Messages = Annotated[list[dict[str, Any]], Meta(min_length=1)]

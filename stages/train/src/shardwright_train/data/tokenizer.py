@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.pre_tokenizers import ByteLevel
 
 from shardwright.io import BadInput, read_bytes, read_object, write_bytes
-from shardwright_train.imports import without_collection
+from shardwright_train.start import without_collection
 
 END_OF_TEXT = "<|endoftext|>"
 """The token that ends every document of a trained tokenizer; its number is 0."""

@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardwright.optimizers.registry import OPTIMIZERS
 from shardwright_train.engine.homes import Held
-from shardwright_train.engine.host import States, host_of
-from shardwright_train.engine.late_updates import LateUpdates
+from shardwright_train.engine.host import LateUpdates, States, host_of
 from shardwright_train.engine.learning_rate import Hyperparameters, ParameterGroup, group_of
 from shardwright_train.engine.updates import UPDATES, initial_states, moved_states, tensors_of
 from shardwright_train.parallel.data import local_tensor

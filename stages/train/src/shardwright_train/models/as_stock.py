@@ -30,8 +30,15 @@ from shardwright_train.models.base import Family
 from shardwright_train.models.flow import Flow, Shape, flow_of, flow_of_config
 from shardwright_train.models.initial_weights import Filling, Given, low_rank_fillings, with_low_rank
 from shardwright_train.models.masks import Places
-from shardwright_train.models.stock import States, UnknownFilling, refusals, stock_fillings, with_memory
-from shardwright_train.models.stock_plan import StockPlan, stock_plan
+from shardwright_train.models.stock import (
+    States,
+    StockPlan,
+    UnknownFilling,
+    refusals,
+    stock_fillings,
+    stock_plan,
+    with_memory,
+)
 from shardwright_train.models.traced import Whole, calling, configured, plain_kernel, stock_class, whole_of
 from shardwright_train.parallel.rng import seed_of
 from shardwright_train.parallel.sharding_rules import Parts, Rule, cuts

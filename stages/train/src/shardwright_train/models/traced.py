@@ -30,8 +30,7 @@ from shardwright.models.traits import BLOCK, Config
 from shardwright.types import EMBEDDING, HEAD, BoundaryTensor, Heads, LayerType, Model, Parameter, Region
 from shardwright_train.models.configuration import MAX_BUILT_LAYERS, keys_of
 from shardwright_train.models.operators import TRACED, Seen, Trace
-from shardwright_train.models.stock import config_class, refusals
-from shardwright_train.models.stock_plan import StockPlan, stock_plan
+from shardwright_train.models.stock import StockPlan, config_class, refusals, stock_plan
 from shardwright_train.parallel.sharding_rules import Cut, Rule, cuts
 from shardwright_train.torch_private import FakeTensorMode, tree_leaves
 

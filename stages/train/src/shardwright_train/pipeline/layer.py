@@ -30,13 +30,11 @@ from shardwright_train.parallel.experts import ExpertOrder
 from shardwright_train.parallel.fused import fuse
 from shardwright_train.parallel.host_activations import HostActivations
 from shardwright_train.parallel.low_rank import low_rank_rules
-from shardwright_train.parallel.parallelize import ModuleStyle, ParallelModule, Sharing, parallelize
+from shardwright_train.parallel.parallelize import ModuleStyle, ParallelModule, Sharing, WeightProducts, parallelize
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.rng import Randomness, RNGKey
-from shardwright_train.parallel.sequence import SHARED_ATTENTION
 from shardwright_train.parallel.sharding_rules import BUFFER
-from shardwright_train.parallel.tensor import TensorParallel, share_of
-from shardwright_train.parallel.weight_products import WeightProducts
+from shardwright_train.parallel.tensor import SHARED_ATTENTION, TensorParallel, share_of
 from shardwright_train.torch_private import end_of_weight_pass, storage_key, tree_leaves
 
 

@@ -25,7 +25,6 @@ from shardwright_train.models.base import Family, family_of
 from shardwright_train.models.configuration import keys_of
 from shardwright_train.options import ConvertOptions
 from shardwright_train.parallel.data import torch_dtype
-from shardwright_train.weights.adapter import write_adapter
 from shardwright_train.weights.reading import (
     CONFIG,
     INDEX,
@@ -34,6 +33,7 @@ from shardwright_train.weights.reading import (
     refuse_code,
     source_of_name,
     stored_names,
+    write_adapter,
 )
 from shardwright_train.weights.stored import (
     Source,
