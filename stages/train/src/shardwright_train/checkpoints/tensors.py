@@ -1,7 +1,7 @@
 """Checkpoints written and read: safetensors files, which torch.distributed.checkpoint's reader reads, too.
 
-Nothing is pickled. Each element is stored once, whichever ranks have it: every rank derives from the tensors' layouts
-alone which parts it saves, and any other plan's ranks read the parts that they need.
+Nothing is pickled. Each element is stored once, whichever ranks have it: every rank derives which parts it saves
+only from the tensors' layouts, and any other plan's ranks read the parts that they need.
 """
 
 import dataclasses
@@ -66,8 +66,8 @@ ExpertOrders = Mapping[str, Sequence[int]]
 def parts_to_save(tensors: Mapping[str, Tensor], orders: ExpertOrders | None = None) -> tuple[TensorShard, ...]:
     """Return the parts of its tensors that this rank saves: each element once over all ranks, balanced by bytes.
 
-    No communication is needed: the ranks that hold replicas hold the same tensors in the same order, those of their
-    pipeline stage. A tensor that is no DTensor belongs to this process alone. Experts in another order are parts of
+    No communication is needed: the ranks that hold replicas hold the same tensors of their pipeline stage in the
+    same order. A tensor that is no DTensor belongs only to this process. Experts in another order are parts of
     their own, but for neighbours.
     """
     mine = _chosen(tensors)

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
@@ -83,12 +83,7 @@ def start_run(options: RunOptions) -> None:
     if options.on_node_loss is OnNodeLoss.REPLAN:
         check_replan(options, plan, attempt.folder, nodes)
     with only_run(options.out / OUT_LOCK, nodes) as held:
-        run_with_restarts(attempt._replace(locks=held), _start_attempt)
-
-
-def _start_attempt(attempt: "Attempt") -> None:
-    job = RunJob(**msgspec.structs.asdict(attempt.options), locks=attempt.locks)
-    start_ranks(job, attempt.plan, attempt.nodes, start=attempt.start)
+        run_with_restarts(attempt._replace(locks=held))
 
 
 def _check_data(folder: Path) -> None:
@@ -211,12 +206,7 @@ class _Results(NamedTuple):
 
 
 def _measure(
-    plans: tuple[Plan, ...],
-    beside: _Beside,
-    options: MeasureOptions,
-    nodes: Nodes,
-    scratch: Path,
-    results: _Results,
+    plans: tuple[Plan, ...], beside: _Beside, options: MeasureOptions, nodes: Nodes, scratch: Path, results: _Results
 ) -> None:
     """Measure plans of one world size in one launch, and relaunch each time that a device runs out of memory.
 
@@ -398,7 +388,7 @@ class Attempt(NamedTuple):
         return folder_of_run(self.options.checkpoints, self.plan, self.options.resume_from)
 
 
-def run_with_restarts(attempt: Attempt, launch: Callable[[Attempt], None]) -> None:
+def run_with_restarts(attempt: Attempt) -> None:
     """Start the ranks, and restart them up to `max_restarts` times if they are lost; each start resumes by itself.
 
     Raises RanksLost after the last restart; an orderly error of the ranks would recur, and is raised at once.
@@ -411,7 +401,8 @@ def run_with_restarts(attempt: Attempt, launch: Callable[[Attempt], None]) -> No
         attempt = attempt._replace(nodes=nodes, locks=(*attempt.locks, *held))
         while True:
             try:
-                return launch(attempt)
+                job = RunJob(**msgspec.structs.asdict(options), locks=attempt.locks)
+                return start_ranks(job, attempt.plan, nodes, start=attempt.start)
             except RanksLost as lost:
                 if lost.start >= options.max_restarts:
                     raise
@@ -420,7 +411,7 @@ def run_with_restarts(attempt: Attempt, launch: Callable[[Attempt], None]) -> No
                 print(f"{lost}: restarting from the newest checkpoint, {how_often}", file=sys.stderr, flush=True)
                 if lost.nodes and options.on_node_loss is OnNodeLoss.REPLAN:
                     left = replanned(options, attempt.plan, nodes, lost.nodes, attempt.folder)
-                    return run_with_restarts(Attempt(*left, attempt.start, attempt.locks), launch)
+                    return run_with_restarts(Attempt(*left, attempt.start, attempt.locks))
 
 
 def check_replan(options: RunOptions, plan: Plan, run: Path, nodes: Nodes) -> None:

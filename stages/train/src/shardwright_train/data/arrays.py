@@ -245,7 +245,7 @@ def open_pairs(folder: Path, objective: Paired, seed: int, part: SplitPart) -> P
 
 def _check_samples(file: Path, samples: NDArray[np.int64], tokens: int, inputs: int) -> None:
     begin, count, place = samples.T
-    # No sum: those of damaged files may be over the highest number.
+    # No sum: in damaged files it may exceed the highest number.
     wrong = (begin < 0) | (count < 0) | (begin > tokens) | (count > tokens - begin) | (place < -1) | (place >= inputs)
     if wrong.any():
         raise BadInput(file, f"sample {int(wrong.argmax())} points outside the other files", "prepare it again")

@@ -5,8 +5,8 @@
 - `messages`: what the template marks by `{% generation %}`, the assistant's part, is learned.
 - `input_ids` and `labels`, tokens: those whose label is not -100 are learned.
 
-Text is tokenized as a whole, and a token is learned if one of its characters is: the tokens are those of the same text
-without marks, as transformers' `apply_chat_template` has them.
+Text is tokenized as a whole, and a token is learned if one of its characters is: the same text without marks
+has equal tokens, as transformers' `apply_chat_template` has them.
 """
 
 import re

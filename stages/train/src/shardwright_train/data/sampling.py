@@ -149,7 +149,7 @@ def _feistel(x: NDArray[np.uint64], half: int, keys: tuple[np.uint64, ...]) -> N
 class Shuffled(NamedTuple):
     """The shuffled order of a split with a number of samples.
 
-    Files often have samples of one kind one after the other: the splits are those of one shuffled order of all.
+    Files often have samples of one kind one after the other: the splits are parts of one shuffled order of all.
     """
 
     samples: int

@@ -35,7 +35,7 @@ _PANIC = "PanicException"
 _MIN_VOCABULARY = 257  # every byte and the end of text
 _MAX_WORD = 100_000
 """Largest number of consecutive characters of one kind: training takes time quadratic in it, here seconds."""
-_WORD = re.compile(r"[^\W\d_]+|\d+|\s+|(?:[^\w\s]|_)+")  # as ByteLevel tells them apart
+_WORD = re.compile(r"[^\W\d_]+|\d+|\s+|(?:[^\w\s]|_)+")  # as ByteLevel distinguishes them
 RUNNING_ERRORS = (
     ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError
 )  # fmt: skip

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.functional import pad
 from torch.optim.adamw import adamw
 
@@ -152,15 +152,11 @@ def _cuts(parameter: DTensor) -> list[tuple[int, int]]:
     last, length = parameter.dim() - 1, parameter.shape[-1]
     cutting = [(axis, placed) for axis, placed in enumerate(parameter.placements) if placed.is_shard(last)]
     found = []
-    for axis, _ in sorted(cutting, key=lambda pair: _later(pair[1])):
+    # Strided sharding cuts what other placements have left.
+    for axis, _ in sorted(cutting, key=lambda pair: isinstance(pair[1], StridedShard)):
         length = -(-length // parameter.device_mesh.size(axis))
         found.append((axis, length))
     return found
-
-
-def _later(placement: Placement) -> bool:
-    """Return whether a placement shards what other placements have left (strided sharding)."""
-    return isinstance(placement, StridedShard)
 
 
 # The updates.

@@ -49,7 +49,7 @@ from shardwright_train.models.base import Family, family_of
 from shardwright_train.models.experts import Sparse, Unseen
 from shardwright_train.options import MeasureJob
 from shardwright_train.parallel.checkpointing import Recomputation
-from shardwright_train.parallel.data import local_tensor, torch_dtype
+from shardwright_train.parallel.data import torch_dtype
 from shardwright_train.parallel.experts import Counts, Exchange
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.sharding_rules import cuts
@@ -281,9 +281,7 @@ def _memory(runner: _Runner, resident: int) -> RankMemory:
             nonlocal gradients
             record.hook(name, at)
             if name == "reduced":
-                gradients = sum(
-                    local_tensor(p.grad).nbytes for p in optimizer.parameters.values() if p.grad is not None
-                )
+                gradients = optimizer.gradient_bytes
 
         runner.step(hook)
     used = reserved = peak_reserved = 0
@@ -292,7 +290,7 @@ def _memory(runner: _Runner, resident: int) -> RankMemory:
         used, reserved = total - free, torch.accelerator.memory_reserved(device)
         peak_reserved = max(record.peak_reserved_bytes, torch.accelerator.max_memory_reserved(device))
     return RankMemory(
-        parameters_bytes=sum(local_tensor(p).nbytes for p in optimizer.parameters.values()),
+        parameters_bytes=optimizer.parameter_bytes,
         gradients_bytes=gradients,
         optimizer_bytes=optimizer.state_bytes,
         peak_bytes=max(interval.peak_bytes for interval in record.intervals),

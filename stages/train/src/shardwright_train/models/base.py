@@ -199,7 +199,7 @@ class Family:
         """Return the constants of every pass through a described type of block: kernel, window, mask, angles.
 
         Cosines and sines are for the positions that this rank computes, in the dtype and on the device of `example`.
-        `heads` tells this rank's of so many heads: by default all.
+        `heads` returns this rank's share of a number of heads: by default all.
         """
         window, mask = model.types[kind].window, None
         if window is not None and kernel != Attention.FLASH_ATTENTION_2.value:
@@ -264,7 +264,7 @@ class Family:
 
     def fillings(self, model: Model, layer: str) -> Mapping[str, tuple[Filling, ...]]:
         """How transformers fills the parameters of a layer, by their names in its module."""
-        module = self._module(self.stock_model(model), model, layer)
+        module = self._stock_layer(model, layer)
         drawn = stock_fillings(module, lambda: self.initialize(model, module))
         return {**drawn, **low_rank_fillings(with_low_rank(module, model, layer), model)}
 
@@ -278,9 +278,10 @@ class Family:
         return tuple(name for name, _ in self._layer(model, layer).named_parameters())
 
     def _layer(self, model: Model, layer: str, attention: str | None = None) -> nn.Module:
-        return with_low_rank(self._module(self.stock_model(model, attention), model, layer), model, layer)
+        return with_low_rank(self._stock_layer(model, layer, attention), model, layer)
 
-    def _module(self, stock: Any, model: Model, layer: str) -> nn.Module:
+    def _stock_layer(self, model: Model, layer: str, attention: str | None = None) -> nn.Module:
+        stock = self.stock_model(model, attention)
         module = self.module(stock, *self._place(model, layer))
         if depth_of(model, layer):
             join_modules(module, partial(self.scaled, stock.config))
@@ -374,7 +375,7 @@ class Family:
         """The sum of cross entropy over the group's samples; under Ulysses, over this rank's positions."""
         matrix: Any = pieces.get_submodule(self.head[-1])
         labels = given.shape[1]
-        # A class is told from the first position, which ranks that share out the sequence have only once it is whole.
+        # A class is predicted from the first position, which ranks that split the sequence have only once it is whole.
         if not pieces.tensor_parallel.splits_sequence:
             normed = normed[:, :labels]
         with pieces.tensor_parallel.entered(normed) as (inputs,):

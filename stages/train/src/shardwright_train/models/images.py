@@ -41,6 +41,7 @@ from shardwright_train.data.share import Batch
 from shardwright_train.models.base import Family
 from shardwright_train.models.configuration import check_only, parse
 from shardwright_train.models.masks import Places
+from shardwright_train.models.mtp import plain_table
 from shardwright_train.models.stock import Pieces, States
 from shardwright_train.parallel.sharding_rules import Parts, Rule
 from shardwright_train.parallel.vocab import token_embedding
@@ -157,7 +158,7 @@ class Swin(Family):
         del bias.relative_position_index
         bias.relative_position_index = rows
         bias.register_forward_pre_hook(_move_rows)
-        # The states alone: FSDP2 would watch over the eager kernel's scores, too.
+        # Only the states: FSDP2 would watch over the eager kernel's scores, too.
         block.register_forward_hook(lambda _block, _args, out: out[0])
         return block
 
@@ -344,10 +345,7 @@ class Gemma3Images(Llava):
         """The modules of a layer, with a plain embedding table: `embed` scales its rows."""
         module = super().module(stock, kind, index)
         if kind == EMBEDDING:
-            scaled = stock.model.language_model.embed_tokens
-            (rows, features), weight = scaled.weight.shape, scaled.weight
-            table = nn.Embedding(rows, features, scaled.padding_idx, device=weight.device, dtype=weight.dtype)
-            module.set_submodule(self.embedding[0], table)
+            module.set_submodule(self.embedding[0], plain_table(stock.model.language_model.embed_tokens))
         return module
 
     def block(self, stock: Any, kind: str, index: int) -> nn.Module:
@@ -373,10 +371,7 @@ class Mistral3(Llava):
     """Llava with Pixtral's tower, whose rotations are of rows and columns, and a projector that merges patches."""
 
     embedding = (f"{LANGUAGE}.embed_tokens", f"{VISION_TOWER}.patch_conv", f"{VISION_TOWER}.ln_pre")
-    parts = {
-        **Llava.parts,
-        TOWER: Parts(f"{VISION_TOWER}.transformer.layers", ("attention",), ("feed_forward",)),
-    }
+    parts = {**Llava.parts, TOWER: Parts(f"{VISION_TOWER}.transformer.layers", ("attention",), ("feed_forward",))}
     shared = {}
     counted_per_rank = ("num_heads",)
     text = MistralConfig, MISTRAL

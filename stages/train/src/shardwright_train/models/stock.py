@@ -235,7 +235,7 @@ _MENDED = {
     "apertus": {"mlp.act_fn": "replicated_with_grad_allreduce"},  # numbers that each rank applies to its own features
     "inkling_text": {"mlp.experts.gate_up_proj": "packed_colwise"},  # its forward pass takes two halves
 }
-"""Words that plans of transformers lack, or have wrong, so that they do not train what one rank does."""
+"""Words that plans of transformers do not have, or have wrong, so that they do not train what one rank does."""
 _LEAVING = ("rowwise", "rowwise_split_input", "moe_tp_experts", "all_reduce")
 """Words of modules whose results are sums over the ranks."""
 _TEXT = "text_config"

@@ -105,13 +105,13 @@ class _Result(NamedTuple):
 
 
 class FreedResults:
-    """The results of one pass through a layer that are freed, while it goes on; saved tensors are told by storage."""
+    """The results that are freed of one pass through a layer, while it runs; saved tensors are known by storage."""
 
     def __init__(self) -> None:
         self._of_storage = weakref.WeakKeyDictionary[Any, _Result]()
 
     def part(self, function: Function, results: Sequence[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return the results, which `function` has of the inputs, as those of a part that is computed again."""
+        """Return the results that `function` has of the inputs as results of a part that is computed again."""
         recipe = _Recipe(function)
         given: tuple[Tensor, ...] = _Part.apply(recipe, results, *inputs)  # type: ignore[no-untyped-call]
         for number, x in enumerate(given):
@@ -210,7 +210,7 @@ class KeptResults(TorchDispatchMode):
         return x
 
     def _unread(self, args: Sequence[Tensor]) -> Tensor:
-        """Stand in once for the last product, whose result is not kept: split passes replay it, for its input alone.
+        """Stand in once for the last product, whose result is not kept: split passes replay it only for its input.
 
         A joint pass never replays it: one that would has lost a result that something reads.
         """

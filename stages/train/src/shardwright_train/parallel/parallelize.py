@@ -219,10 +219,7 @@ class ParallelModule:
     units: tuple[Unit, ...]
     cut_of: Mapping[str, Cut]
     """Sharding of each parameter by expert and tensor parallelism, by its name in the module."""
-    has_backward: bool
-    """Whether a backward pass goes through it."""
-    products: WeightProducts | None
-    """What its backward passes leave to weight passes."""
+    style: ModuleStyle
 
     @cached_property
     def unit_of(self) -> dict[str, Unit]:
@@ -266,7 +263,7 @@ def parallelize(
             enter_before(module.get_submodule(name), enters, keeps=replayed or style.compile)
         style.after_split(module, tensor_parallel)
         # Ulysses: the sequence is sharded everywhere; attention exchanges positions for heads. Context parallelism:
-        # positions attend to those of other ranks.
+        # positions attend to other ranks' positions.
         if tensor_parallel.attends_apart:
             keeps = recompute.replays("attention")
             context = getattr(strategy, "context", ContextParallel.GATHER)
@@ -286,13 +283,7 @@ def parallelize(
         dim_of = {p: unit.states_dim(cut_of[name]) for name, p in unit.named_parameters()}
         apply_fsdp(unit.module, unit.strategy.data_parallel, data_axes(unit.sharing.mesh), precision, inner, dim_of)
         inner |= _unwrapped(unit, cut_of)
-    return ParallelModule(
-        module=module,
-        units=tuple(units.values()),
-        cut_of=cut_of,
-        has_backward=style.has_backward,
-        products=style.products,
-    )
+    return ParallelModule(module=module, units=tuple(units.values()), cut_of=cut_of, style=style)
 
 
 def parallelize_stage(stage: nn.Module, layers: Sequence[ParallelModule]) -> Gathers:
@@ -301,7 +292,7 @@ def parallelize_stage(stage: nn.Module, layers: Sequence[ParallelModule]) -> Gat
         plain = set[nn.Parameter]().union(*(_unwrapped(unit, layer.cut_of) for layer in layers for unit in layer.units))
         apply_fsdp_to_stage(stage, plain, data_axes(layers[0].units[0].sharing.mesh))
     units = [[(unit.module, unit.strategy.data_parallel) for unit in layer.units] for layer in layers]
-    return Gathers(units, sum(not layer.has_backward for layer in layers))
+    return Gathers(units, sum(not layer.style.has_backward for layer in layers))
 
 
 def _root_of(name: str, roots: Iterable[str]) -> str:

@@ -300,7 +300,7 @@ class AcrossRanks:
 
         `compute` is the stock kernel, which `module` belongs to. The mask is one to add to the scores of this rank's
         positions [b or 1, heads or 1, s/n or 1, s], or the numbers [b, s] of all positions' documents, or None: then
-        the module tells whether attention is causal.
+        the module determines whether attention is causal.
         """
         asked = kwargs.pop("is_causal", None)
         causal = getattr(module, "is_causal", True) if asked is None else asked

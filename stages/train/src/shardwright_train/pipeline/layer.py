@@ -201,8 +201,8 @@ class Layer:
 
     def make_weight_gradients(self, last: bool) -> None:
         """Make the gradients that the oldest backward pass has left; the step's last ones are reduced at once."""
-        if self.parallel.products is not None:
-            self.parallel.products.make()
+        if (products := self.parallel.style.products) is not None:
+            products.make()
         for unit in self.parallel.units:
             end_of_weight_pass(unit.module, reduces=last and unit.gradient_all_reduce is None)
         self.start_reductions()
@@ -215,7 +215,7 @@ class Layer:
         """Run the layer on its layout's part of a microbatch; the head returns the loss."""
         states = tuple(x if move is None else move(x) for x, move in zip(states, self.redistributions, strict=False))
         batch = {name: x[self.samples] for name, x in batch.items()}
-        differentiates = torch.is_grad_enabled() and self.parallel.has_backward
+        differentiates = torch.is_grad_enabled() and self.parallel.style.has_backward
         if differentiates and not any(x.requires_grad for x in states):
             # FSDP2 and recomputation hook into the gradient of an input: the first trained layer needs one, too.
             states = tuple(x.detach().requires_grad_() for x in states)

@@ -181,7 +181,7 @@ class Chunk(nn.Module):
     def make_weight_gradients(self) -> None:
         """Make the gradients that the oldest backward pass has left, layer by layer from the last to the first.
 
-        The step's last ones are reduced while those of the layers before are made.
+        The step's last ones are reduced while the gradients of earlier layers are made.
         """
         for layer in reversed(self.layers):
             layer.make_weight_gradients(self._is_last)
@@ -191,7 +191,7 @@ class Chunk(nn.Module):
     def end_backward(self) -> None:
         """End a backward pass: what it has left belongs to one weight pass."""
         for layer in self.layers:
-            if (products := layer.parallel.products) is not None:
+            if (products := layer.parallel.style.products) is not None:
                 products.end_of_pass()
 
     def start_reductions(self) -> None:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -55,8 +55,8 @@ from shardwright_train.training.stopping import (
     asked_to_stop,
     first_nonfinite,
     lack_of_memory_explained,
+    mask_memory,
     prediction_of,
-    say_mask_memory,
     stop_note,
     try_stages,
 )
@@ -187,7 +187,7 @@ class _Run:
 
     @property
     def tries(self) -> bool:
-        """Return whether pipeline stages are tried alone before the first step."""
+        """Return whether each pipeline stage is tried by itself before the first step."""
         return self.job.trial and len(self.plan.stages) > 1
 
     def evaluates_after(self, step: int) -> bool:
@@ -232,8 +232,8 @@ def _train(job: RunJob, world: World) -> None:
     before = Progress.begin(loss_scale.value) if resumed is None else resumed.progress(length)
     engine = _engine(job, plan, world, attention, before.updates, resumed is not None, weights)
     if job.reset_attention_mask and world.rank == 0:
-        say_mask_memory(job.plan, engine.stage.context)
-        for line in document_warnings(plan, batches):
+        masks = mask_memory(engine.stage.context, prediction_of(job.plan, plan))
+        for line in (masks, *document_warnings(plan, batches)):
             print(f"warning: {line}", file=sys.stderr, flush=True)
     if resumed is not None:
         read_tensors(resumed.folder, engine.tensors(), engine.expert_orders())
@@ -313,18 +313,12 @@ def _engine(
         resumes=resumes,
         weights=weights,
     )
+    asked = msgspec.structs.asdict(job) | {
+        "learning_rate_factors": tuple(map(LearningRateFactor.parse, job.learning_rate_factor)),
+        "learning_rate_schedule": job.schedule,
+    }
     settings = Hyperparameters(
-        learning_rate=job.learning_rate,
-        warmup_steps=job.warmup_steps,
-        steps=job.steps,
-        weight_decay=job.weight_decay,
-        clip_norm=job.clip_norm,
-        decay_norms_and_biases=job.decay_norms_and_biases,
-        learning_rate_factors=tuple(map(LearningRateFactor.parse, job.learning_rate_factor)),
-        learning_rate_schedule=job.schedule,
-        router_bias_update_rate=job.router_bias_update_rate,
-        final_fraction=job.final_fraction,
-        decay_fraction=job.decay_fraction,
+        **{each.name: asked[each.name] for each in fields(Hyperparameters) if each.name in asked}
     )
     return build_engine(context, settings, updates)
 

@@ -227,11 +227,9 @@ def lack_of_memory_explained(file: Path, plan: Plan, engine: Engine) -> Iterator
 
 def _resident(engine: Engine) -> dict[str, int]:
     """Return the bytes on this rank's device by category, the rest of PyTorch's memory last."""
-    parameters = list(engine.optimizer.parameters.values())
-    gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
-    device = engine.stage.context.device
-    sizes = (sum(local_tensor(p).nbytes for p in parameters), sum(g.nbytes for g in gradients))
-    resident = dict(zip(_STATES, (*sizes, engine.optimizer.state_bytes), strict=True))
+    device, optimizer = engine.stage.context.device, engine.optimizer
+    sizes = optimizer.parameter_bytes, optimizer.gradient_bytes, optimizer.state_bytes
+    resident = dict(zip(_STATES, sizes, strict=True))
     in_all = torch.accelerator.memory_allocated(device) if on_accelerator(device) else 0
     return resident | {"others": max(0, in_all - sum(resident.values()))}
 
@@ -268,11 +266,6 @@ def _fitting_plan(prediction: Prediction, stage: StagePrediction, needed: int, p
     return "none of its runners-up would fit: search with a lower memory_gib"
 
 
-def say_mask_memory(file: Path, context: RankContext) -> None:
-    """Warn of the memory that document masks take in addition to the prediction; `file` is the plan's."""
-    print(f"warning: {mask_memory(context, prediction_of(file, context.plan))}", file=sys.stderr, flush=True)
-
-
 def mask_memory(context: RankContext, prediction: Prediction | None) -> str:
     """A warning of how much memory masks take beyond the prediction, for the rank with the least left."""
     sizes = []
@@ -294,7 +287,7 @@ def try_stages(engine: Engine, step: Step, world: World, group: dist.ProcessGrou
     """Run each pipeline stage by itself on a step's samples, all at the same time.
 
     Leaves no gradients, and prints the result.
-    `group` is one of all ranks, `file` the plan's. Raises OutOfMemory if a device lacks memory.
+    `group` is one of all ranks, `file` the plan's. Raises OutOfMemory if a device has too little memory.
     """
     plan = engine.stage.context.plan
     world.heartbeat.begin("while each pipeline stage is tried alone")

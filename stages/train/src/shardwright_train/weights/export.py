@@ -192,7 +192,7 @@ def _write_tensors(folder: Path, checkpoint: Path, parameters: Sequence[_Exporte
         _read(checkpoint, (*windows, wholes))
         tensors |= {one.name: wholes[next(iter(one.saved_shapes))][one.place] for one in part if one.place}
         save_file(tensors, folder / file, {"format": "pt"})
-        shutil.copymode(folder / CONFIG, folder / file)  # safetensors leaves it to its owner alone
+        shutil.copymode(folder / CONFIG, folder / file)  # safetensors leaves it readable only for its owner
         sync_path(folder / file)
     if split.is_sharded:
         _write_json(folder / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})

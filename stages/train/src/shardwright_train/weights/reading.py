@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from msgspec import UNSET
 from msgspec.structs import replace
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -44,6 +43,7 @@ from shardwright_train.weights.stored import (
     Source,
     Stored,
     header,
+    opened,
     piece_shape,
     row_ranges,
     source_of,
@@ -68,12 +68,9 @@ class AdapterTensor(NamedTuple):
 
     def read(self, window: Tensor, box: Box) -> None:
         """Fill a tensor with the part `box` of the parameter; raise BadInput if the file has changed since."""
-        try:
-            with safe_open(self.stored.file, "pt") as opened:
-                values = from_file(opened.get_tensor(self.stored.key), self.parameter)
-                window.copy_(values[tuple(slice(low, high) for low, high in box)])
-        except (SafetensorError, OSError) as error:
-            raise BadInput(self.stored.file, f"{self.stored.key} cannot be read ({error})", AGAIN) from None
+        with opened(self.stored.file, self.stored.key) as held:
+            values = from_file(held.get_tensor(self.stored.key), self.parameter)
+            window.copy_(values[tuple(slice(low, high) for low, high in box)])
 
 
 def open_adapter(folder: Path, model: Model, family: Family) -> dict[str, AdapterTensor]:
@@ -151,7 +148,9 @@ def write_adapter(folder: Path, checkpoint: Path, model: Model, family: Family, 
     read_tensors(checkpoint, dict(tensors))
     in_files = {f"{PREFIX}{name}": as_in_file(x, parameters[name]).contiguous() for name, x in tensors.items()}
     save_file(in_files, folder / ADAPTER_WEIGHTS, {"format": "pt"})
-    shutil.copymode(folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS)  # safetensors leaves it to its owner alone
+    shutil.copymode(
+        folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS
+    )  # safetensors leaves it readable only for its owner
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         sync_path(folder / name)
 
@@ -165,7 +164,6 @@ INDEX = "model.safetensors.index.json"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}\.safetensors")
 _MAX_FILE = 2**60
 _SHOWN = 8
-_AGAIN = "fetch the folder again"
 _FREE = re.compile(r"(initializer|summary|pooler|output)_.*|.*_token_id|use_cache|pretraining_tp|.*dropout.*")
 """Keys of a configuration that do not affect what its weights compute."""
 _BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
@@ -202,7 +200,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     named = _weight_map(index)
     headers = {name: header(inside(folder, name)) for name in sorted(set(named.values()))}
     if absent := [key for key, name in named.items() if key not in headers[name]]:
-        raise BadInput(index, f"maps {absent[0]} to {named[absent[0]]}, which does not contain it", _AGAIN)
+        raise BadInput(index, f"maps {absent[0]} to {named[absent[0]]}, which does not contain it", AGAIN)
     return {key: headers[name][key] for key, name in named.items()}
 
 
@@ -217,7 +215,7 @@ def inside(folder: Path, name: str) -> Path:
     try:
         target = file.resolve(strict=True)
     except (OSError, RuntimeError):
-        raise BadInput(file, "does not exist", _AGAIN) from None
+        raise BadInput(file, "does not exist", AGAIN) from None
     if target.parent not in (home, blobs):
         raise BadInput(file, "is a link out of its folder", "put the file itself there")
     check_regular(target, _MAX_FILE)
@@ -234,10 +232,10 @@ def listed(names: Iterable[str]) -> str:
 def _weight_map(index: Path) -> dict[str, str]:
     files = read_object(index).get("weight_map")
     if not isinstance(files, dict) or not files:
-        raise BadInput(index, "has no weight_map from tensors to files", _AGAIN)
+        raise BadInput(index, "has no weight_map from tensors to files", AGAIN)
     for key, name in files.items():
         if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
-            raise BadInput(index, f"puts {key} in {name!r}, which is not a safetensors file of its folder", _AGAIN)
+            raise BadInput(index, f"puts {key} in {name!r}, which is not a safetensors file of its folder", AGAIN)
     return files
 
 
@@ -252,7 +250,7 @@ class Weights:
     aliases: Mapping[str, str]
     """Tied names, each with the name of the parameter that it equals."""
     new: tuple[str, ...]
-    """Parameters of the head that the folder lacks."""
+    """Parameters of the head that the folder does not have."""
     surplus: tuple[str, ...]
     """Keys of the folder that the model does not use."""
     adapter: Mapping[str, AdapterTensor]
@@ -428,12 +426,9 @@ def _check_configuration(file: Path, config: Mapping[str, Any], model: Model, fa
 def _read(stored: Stored, window: Tensor, shape: Sequence[int], box: Box) -> None:
     if not window.numel():
         return
-    try:
-        with safe_open(stored.file, "pt") as opened:
-            for place, part in _parts(tuple(shape), stored.shape, box):
-                window[place].copy_(stored.part(opened, _moved(part, stored.first)))
-    except (SafetensorError, OSError) as error:
-        raise BadInput(stored.file, f"{stored.key} cannot be read ({error})", "fetch the folder again") from None
+    with opened(stored.file, stored.key) as held:
+        for place, part in _parts(tuple(shape), stored.shape, box):
+            window[place].copy_(stored.part(held, _moved(part, stored.first)))
 
 
 def _moved(part: tuple[slice, ...], rows: int) -> tuple[slice, ...]:

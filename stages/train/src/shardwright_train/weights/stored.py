@@ -6,6 +6,7 @@ side in the second.
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -220,6 +221,16 @@ def header(file: Path) -> dict[str, Stored]:
         raise system_fault(error, file) from None
 
 
+@contextmanager
+def opened(file: Path, key: str = "") -> Iterator[Any]:
+    """Open a safetensors file for reading tensors; raise BadInput, naming a key, if it has changed since."""
+    try:
+        with safe_open(file, "pt") as held:
+            yield held
+    except (SafetensorError, OSError) as error:
+        raise BadInput(file, f"{key} cannot be read ({error})".lstrip(), AGAIN) from None
+
+
 # Tensors that hold the rows of several parameters, such as queries, keys and values in one matrix.
 
 
@@ -331,13 +342,10 @@ class Pieces(NamedTuple):
         """
         wanted = sorted(_windows(box, len(self.source.patterns)), key=self._file_of)
         for file, group in groupby(wanted, key=self._file_of):
-            try:
-                with safe_open(file, "pt") as opened:
-                    for place, at, inside in group:
-                        part = tuple(slice(low, high) for low, high in inside)
-                        window[at].copy_(self.tensors[place].part(opened, part))
-            except (SafetensorError, OSError) as error:
-                raise BadInput(file, f"cannot be read ({error})", "fetch the folder again") from None
+            with opened(file) as held:
+                for place, at, inside in group:
+                    part = tuple(slice(low, high) for low, high in inside)
+                    window[at].copy_(self.tensors[place].part(held, part))
 
     def _file_of(self, wanted: "_Wanted") -> Path:
         return self.tensors[wanted.place].file
