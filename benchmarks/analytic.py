@@ -30,8 +30,7 @@ from shardwright.estimate.machines import Efficiencies, machine_of, rates_of
 from shardwright.types import Attention, LayerStrategy, Model, Precision, Strategy, misfit
 from shardwright.types.hardware_profile import Collective
 from shardwright.types.model_profile import LayerFigures
-from shardwright_train.models.base import family_named
-from shardwright_train.models.description import describe
+from shardwright_train.models.base import describe, family_named
 
 FASOP_MODELS = {
     "gpt2XL": ("gpt2", 1024, {"vocab_size": 50257, "n_positions": 1024, "n_embd": 1600, "n_layer": 1, "n_head": 16}),

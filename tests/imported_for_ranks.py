@@ -1,6 +1,6 @@
 """What the process that ranks are forked from imports (forked_ranks.py), without collecting garbage."""
 
-from shardwright_train.imports import without_collection
+from shardwright_train.start import without_collection
 
 with without_collection():
     import fused_worker  # noqa: F401

@@ -16,8 +16,7 @@ from shardwright_train.data.objectives import Batch
 from shardwright_train.data.share import on_host
 from shardwright_train.engine.engine import Engine, build_engine
 from shardwright_train.engine.learning_rate import ANY, Hyperparameters
-from shardwright_train.models.base import family_named
-from shardwright_train.models.description import describe
+from shardwright_train.models.base import describe, family_named
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.experts import Counts
 from shardwright_train.parallel.process_groups import Groups

@@ -12,8 +12,7 @@ from shardwright.models.config_keys import PARTS, read_keys, without_notes
 from shardwright.models.description import model_of_config
 from shardwright.models.facts import Family
 from shardwright.models.registry import FAMILIES
-from shardwright_train.models.base import family_named
-from shardwright_train.models.description import describe
+from shardwright_train.models.base import describe, family_named
 
 TRAINED = [name for name, facts in FAMILIES.items() if facts.untrained is None]
 HOSTILE: tuple[Any, ...] = (None, True, 0, -1, 10**400, 1e308, 0.5, float("nan"), "", "8", [], [1, 2], [None], {"a": 1})

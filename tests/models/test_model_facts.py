@@ -20,8 +20,7 @@ from shardwright.plan.schedules.passes import Pass
 from shardwright.types import LayerStrategy, Model, SequenceParallel
 from shardwright.types.plan import misfit
 from shardwright_train.commands.documents import describe_folder
-from shardwright_train.models.base import family_named
-from shardwright_train.models.description import describe
+from shardwright_train.models.base import describe, family_named
 
 RANDOM = 8
 ROOT = Path(__file__).parents[2]

@@ -24,8 +24,7 @@ from shardwright.models.traits import (
     StockModel,
 )
 from shardwright.types import EMBEDDING, HEAD
-from shardwright_train.models.base import family_named
-from shardwright_train.models.description import describe
+from shardwright_train.models.base import describe, family_named
 from shardwright_train.models.llama import Llama
 from shardwright_train.parallel.sharding_rules import Parts
 

@@ -13,8 +13,7 @@ from shared_experts import shared_plans
 from tiny_models import tiny
 
 from shardwright.types import Attention, Cluster, Model, NodeGroup, NodeType, Plan, Precision
-from shardwright_train.models.base import family_named
-from shardwright_train.models.description import describe
+from shardwright_train.models.base import describe, family_named
 
 DEVICE = "NVIDIA H200"
 WORLDS = (1, 2, 4, 8)

@@ -12,8 +12,7 @@ from tiny_models import batch_of, engine_of
 from shardwright.io import read_document
 from shardwright.types import Plan, Plans
 from shardwright_train.checkpoints.folders import Identity, Progress, folder_of_step
-from shardwright_train.checkpoints.saver import Saver
-from shardwright_train.checkpoints.tensors import read_tensors, total_bytes
+from shardwright_train.checkpoints.tensors import Saver, read_tensors, total_bytes
 from shardwright_train.engine.engine import Engine
 from shardwright_train.engine.learning_rate import Hyperparameters
 from shardwright_train.options import RunOptions

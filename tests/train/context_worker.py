@@ -134,7 +134,7 @@ def events_of(attention: GatherAttention | RingAttention) -> list[str]:
 def check_order(of: Drawn, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each pass does what it must, once; selective recomputation computes no block again and sends nothing."""
     events, given = list[str](), Given(zig_zag(4), True, None)
-    places = (RingAttention, "pass_on", "send"), (context, "gather_dim", "gather")
+    places = (context, "pass_on", "send"), (context, "gather_dim", "gather")
     blocks = (Block, "attend", "attend"), (Block, "backward", "backward")
     for place, name, event in (*places, *blocks, (context, "scatter_dim", "scatter")):
         monkeypatch.setattr(place, name, noting(events, event, getattr(place, name)))

@@ -27,7 +27,7 @@ from shardwright_train.parallel.world import World, joined_world
 from shardwright_train.pipeline.runner import Step
 from shardwright_train.pipeline.stage import Chunk
 from shardwright_train.torch_private import gathered_bytes
-from shardwright_train.training.evaluation import Evaluator, ValidationData
+from shardwright_train.training.loop import Evaluator, ValidationData
 
 SAMPLES = 37
 """No multiple of any global batch."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwright_train.checkpoints.saver import Saver
+from shardwright_train.checkpoints.tensors import Saver
 from shardwright_train.engine import engine
 from shardwright_train.engine.engine import Engine
 from shardwright_train.measurement import measure

@@ -16,7 +16,7 @@ from shardwright.models.frozen import FrozenPart, freeze
 from shardwright.models.low_rank import adapt, adapter_config
 from shardwright.types import HEAD, LOW_RANK, Model, Plan, base_type
 from shardwright_train.models.base import family_named, family_of
-from shardwright_train.weights.adapter import PREFIX, as_in_file
+from shardwright_train.weights.reading import PREFIX, as_in_file
 
 FROZEN = {
     "all but the last two": ("llama", ("embedding", "layers[:2]")),

@@ -12,7 +12,7 @@ from shardwright.io import ShardwrightError
 from shardwright_train.engine.optimizer import ShardedOptimizer
 from shardwright_train.options import RunOptions, decode_job
 from shardwright_train.parallel.world import joined_world
-from shardwright_train.training import nonfinite
+from shardwright_train.training import stopping
 from shardwright_train.training.loop import train
 
 
@@ -21,7 +21,7 @@ def main(start: str, *job_files: str) -> None:
 
     The gradients of a job called `endless` overflow at every scale.
     """
-    with joined_world("cpu") as world, patch.object(nonfinite, "_START", float(start)):
+    with joined_world("cpu") as world, patch.object(stopping, "_START", float(start)):
         for file in map(Path, job_files):
             infinite = patch.object(
                 ShardedOptimizer, "_squared_norm", lambda _: torch.tensor(math.inf, dtype=torch.float64)

@@ -35,8 +35,8 @@ from shardwright.optimizers.registry import matrix_dims
 from shardwright.plan.expert_placement import expert_slices, experts_by_place
 from shardwright.plan.layout import parameter_box
 from shardwright.types import EMBEDDING, HEAD, LOW_RANK, Model, Plan, Plans
+from shardwright_train.data.sampling import Boundaries
 from shardwright_train.data.share import Batch, with_boundaries
-from shardwright_train.data.split import Boundaries
 from shardwright_train.engine import optimizer
 from shardwright_train.engine.homes import Homes, orthogonalized
 from shardwright_train.engine.learning_rate import Hyperparameters, LearningRateFactor
@@ -46,14 +46,13 @@ from shardwright_train.parallel import data as data_parallel
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.tensor import TensorParallel
-from shardwright_train.parallel.tied_weights import TiedParameters
 from shardwright_train.parallel.vocab import IGNORED
 from shardwright_train.parallel.world import World, joined_world
 from shardwright_train.pipeline import runner
 from shardwright_train.pipeline.runner import MTP_FACTOR, Step
-from shardwright_train.pipeline.stage import Stage
+from shardwright_train.pipeline.stage import Stage, TiedParameters
 from shardwright_train.torch_private import compiled
-from shardwright_train.weights.adapter import from_file
+from shardwright_train.weights.reading import from_file
 
 STEPS = 3
 SETTINGS = Hyperparameters(

@@ -10,7 +10,7 @@ from tiny_models import tiny
 from torch import Tensor
 
 from shardwright_train.checkpoints.folders import Identity, Progress
-from shardwright_train.checkpoints.saver import Saver
+from shardwright_train.checkpoints.tensors import Saver
 from shardwright_train.options import RunOptions
 
 JOB = RunOptions(plan=Path(), data=Path(), out=Path(), checkpoints=Path(), steps=1, learning_rate=1e-3)

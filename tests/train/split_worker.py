@@ -15,8 +15,8 @@ from torch import Tensor
 from shardwright.io import read_document
 from shardwright.types import Plan, Plans
 from shardwright_train.parallel.data import local_tensor
+from shardwright_train.parallel.parallelize import WeightProducts
 from shardwright_train.parallel.process_groups import Groups
-from shardwright_train.parallel.weight_products import WeightProducts
 from shardwright_train.parallel.world import World, joined_world
 from shardwright_train.pipeline.runner import Step
 

@@ -7,8 +7,7 @@ import pytest
 from shardwright.models import families, registry
 from shardwright.models.description import model_of_config
 from shardwright_train import models
-from shardwright_train.models.base import family_named
-from shardwright_train.models.description import describe
+from shardwright_train.models.base import describe, family_named
 
 PAGE = Path(__file__).parents[2] / "docs" / "add-a-model.md"
 FACTS = '''"""Seed-OSS (ByteDance 2025): Llama with biases of queries, keys and values."""

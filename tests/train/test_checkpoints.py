@@ -17,7 +17,7 @@ from tiny_models import tiny
 from shardwright.io import BadInput, OutOfMemory, RunFailed, ShardwrightError, Stopped, system_fault
 from shardwright.launch.lock import only_run
 from shardwright.launch.nodes import Nodes
-from shardwright_train.checkpoints import saver as saving
+from shardwright_train.checkpoints import tensors as saving
 from shardwright_train.checkpoints.choice import (
     check_branch,
     check_same_run,

@@ -30,8 +30,7 @@ from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import World
 from shardwright_train.pipeline.layer import RankContext
 from shardwright_train.pipeline.runner import Step
-from shardwright_train.weights.adapter import open_adapter
-from shardwright_train.weights.reading import open_weights
+from shardwright_train.weights.reading import open_adapter, open_weights
 
 Errors = dict[str, dict[str, float]]
 pytestmark = pytest.mark.timeout(900)

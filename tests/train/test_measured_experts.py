@@ -14,7 +14,7 @@ from shardwright.estimate.hardware import Link
 from shardwright.estimate.layers import Machine, estimate_experts
 from shardwright.key import ExpertKey
 from shardwright.types import ExpertProbe, Recompute
-from shardwright_train.measurement.experts import measure_experts
+from shardwright_train.measurement.measure import measure_experts
 
 NONE, FULL, SELECTIVE = Recompute.NONE, Recompute.FULL, Recompute.SELECTIVE
 JOB = SimpleNamespace(steps=2, warmup_steps=1, min_time_s=0.0)

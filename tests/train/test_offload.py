@@ -44,8 +44,7 @@ from shardwright.types import (
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_train.commands.ranks import check_host_memory
 from shardwright_train.dry_run import check_roles, simulate_step
-from shardwright_train.engine.host import CountedHost
-from shardwright_train.engine.late_updates import LateUpdates
+from shardwright_train.engine.host import CountedHost, LateUpdates
 from shardwright_train.engine.learning_rate import ANY
 from shardwright_train.engine.optimizer import ShardedOptimizer
 from shardwright_train.models.base import family_named
@@ -303,7 +302,7 @@ def test_a_measured_step_holds_what_check_finds(tmp_path: Path) -> None:
     for found in read_document(tmp_path / "out.json", Measurement).plans:
         (check,) = check_roles(found.plan, family_named("llama", "test"), "sdpa", lambda _done, _all: None)
         for rank in found.ranks:
-            assert rank.memory.optimizer_bytes == pytest.approx(check.optimizer_bytes, abs=4096), "counts of steps"
+            assert rank.memory.optimizer_bytes == pytest.approx(check.step.optimizer_bytes, abs=4096), "counts of steps"
             assert check.peak_bytes == pytest.approx(rank.memory.peak_bytes, rel=0.03)
 
 

@@ -22,11 +22,10 @@ from shardwright.optimizers.registry import OPTIMIZERS, Optimizer, Shard, State
 from shardwright.types import DataParallel, Plan
 from shardwright.types.plan import OptimizerName
 from shardwright_train.checkpoints.tensors import TensorShard, read_tensors, write_tensors
-from shardwright_train.engine.eight_bits import Blocks
 from shardwright_train.engine.homes import Held
 from shardwright_train.engine.learning_rate import ANY
 from shardwright_train.engine.optimizer import ShardedOptimizer
-from shardwright_train.engine.updates import UPDATES
+from shardwright_train.engine.updates import UPDATES, Blocks
 from shardwright_train.models import support
 from shardwright_train.models.support import OPTIMIZERS_RUN, check_supported
 from shardwright_train.parallel.world import World

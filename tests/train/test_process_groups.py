@@ -19,14 +19,8 @@ from tiny_models import tiny
 
 from shardwright.io import write_document
 from shardwright.launch.heartbeat import RankFiles
-from shardwright.plan.process_groups import (
-    EDGE_CHANNELS,
-    PlannedGroup,
-    Purpose,
-    communicators,
-    described_ranks,
-    process_groups,
-)
+from shardwright.plan.group_names import described_ranks
+from shardwright.plan.process_groups import EDGE_CHANNELS, PlannedGroup, Purpose, communicators, process_groups
 from shardwright.types import Plan, Plans
 from shardwright_train.parallel import world as world_module
 from shardwright_train.parallel.process_groups import Groups

@@ -19,8 +19,7 @@ from shardwright.models.registry import FAMILIES
 from shardwright.types import Model, Plan
 from shardwright_search.cli import APP
 from shardwright_train.commands.documents import describe_folder
-from shardwright_train.models.base import family_named
-from shardwright_train.models.description import describe
+from shardwright_train.models.base import describe, family_named
 
 FOLDER = Path(__file__).parents[2] / "../shared/reference/hub-configs"
 FILES = {file.stem: file for file in sorted(FOLDER.glob("*.json"))}

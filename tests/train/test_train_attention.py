@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardwright_train.models import attention_kernels as kernels
-from shardwright_train.models.base import family_named
-from shardwright_train.models.description import describe
+from shardwright_train.models.base import describe, family_named
 from shardwright_train.models.masks import Places
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import World

@@ -6,8 +6,7 @@ import pytest
 import torch
 from tiny_models import CONFIGS, LAYERS, SEQUENCE_LENGTH, tiny
 
-from shardwright_train.models.base import family_named
-from shardwright_train.models.description import describe
+from shardwright_train.models.base import describe, family_named
 
 PUBLISHED = {
     "activation_function": "gelu_new",

@@ -27,8 +27,8 @@ from shardwright_train.models.attention_kernels import check_kernels, settle_att
 from shardwright_train.models.base import family_named
 from shardwright_train.models.masks import Places
 from shardwright_train.models.support import check_installed, check_supported, without_devices
-from shardwright_train.parallel import sequence
-from shardwright_train.parallel.sequence import SHARED_ATTENTION, share_attention
+from shardwright_train.parallel import tensor
+from shardwright_train.parallel.tensor import SHARED_ATTENTION, share_attention
 from shardwright_train.parallel.world import World
 
 SDPA, FLASH, EAGER = Attention.SDPA, Attention.FLASH_ATTENTION_2, Attention.EAGER
@@ -347,7 +347,7 @@ def test_ulysses_wraps_flash_attention_as_what_it_is_and_it_is_told_the_window(
             facts = dict(splits_everything=True, attends_across=False, order=None, stand_in=None, recomputation=None)
             shared: Any = SimpleNamespace(sequence_group=dist.group.WORLD, context_group=dist.group.WORLD, **facts)
             share_attention(block, shared, FLASH.value, torch.float32, keeps=False)
-            monkeypatch.setattr(sequence, "copy", None)  # nothing is copied in a call
+            monkeypatch.setattr(tensor, "copy", None)  # nothing is copied in a call
         outputs += family.call(block, (states,), batch, constants)
         assert block.self_attn.config._attn_implementation == kernel
     assert asked == [("flash_attention_2", window, True)]

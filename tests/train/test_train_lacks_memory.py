@@ -18,7 +18,7 @@ from shardwright_train.models.base import family_named
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.pipeline.layer import RankContext
 from shardwright_train.pipeline.runner import mask_bytes
-from shardwright_train.training.memory import _fitting_plan, mask_memory
+from shardwright_train.training.stopping import _fitting_plan, mask_memory
 
 GIB = 2**30
 

@@ -22,7 +22,7 @@ from shardwright.models.frozen import FrozenPart, freeze
 from shardwright.types import Attention, LayerStrategy, Precision
 from shardwright.types.plan import misfit
 from shardwright_train.models.base import family_named
-from shardwright_train.models.llava import placed
+from shardwright_train.models.images import placed
 from shardwright_train.models.masks import Places, image_mask
 from shardwright_train.models.support import check_supported
 from shardwright_train.weights.reading import open_weights

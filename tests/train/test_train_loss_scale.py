@@ -17,7 +17,7 @@ from shardwright_train.checkpoints.folders import folder_of_run, latest_checkpoi
 from shardwright_train.data.prepare import prepare
 from shardwright_train.engine.learning_rate import LearningRateSchedule
 from shardwright_train.options import RunOptions, encode_job
-from shardwright_train.training.nonfinite import LossScale
+from shardwright_train.training.stopping import LossScale
 
 START = 2.0**25
 STEPS, STOP = 18, 13

@@ -26,9 +26,9 @@ from shardwright_search.cli import APP as SEARCH
 from shardwright_search.space.request import SearchRequest
 from shardwright_train.checkpoints.folders import folder_of_run, latest_checkpoint
 from shardwright_train.cli import APP as TRAIN
+from shardwright_train.commands.ranks import replanned, without_nodes
 from shardwright_train.data.prepare import prepare
 from shardwright_train.options import RunOptions
-from shardwright_train.supervision import replanned, without_nodes
 
 LIMIT_S = 400.0
 
@@ -202,7 +202,7 @@ def test_a_plan_for_the_nodes_that_are_left_is_priced_with_the_same_load_of_expe
         plan=tmp_path, data=tmp_path, steps=1, out=tmp_path, checkpoints=tmp_path, replan_hardware=tmp_path / "h.h5",
         replan_profile=(tmp_path / "p.h5",), replan_search=tmp_path / "s.json", replan_imbalance="1.5",
     )  # fmt: skip
-    monkeypatch.setattr("shardwright_train.supervision._run", lambda words: called.append([*map(str, words)]))
+    monkeypatch.setattr("shardwright_train.commands.ranks._run", lambda words: called.append([*map(str, words)]))
     with pytest.raises(BadInput, match=r"lost.prediction.json"):
         replanned(options, plan, Nodes(3, 0, "host:1"), (2,), tmp_path)
     assert [words[0] for words in called] == ["evaluate", "plan"]

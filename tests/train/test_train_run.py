@@ -21,8 +21,7 @@ from shardwright.types import Plan, RunResult, StopNote
 from shardwright_train.checkpoints.folders import folder_of_run, latest_checkpoint
 from shardwright_train.data.prepare import prepare
 from shardwright_train.data.tokens import DataFolder
-from shardwright_train.models.base import family_named
-from shardwright_train.models.description import describe
+from shardwright_train.models.base import describe, family_named
 from shardwright_train.training.stopping import Grace
 
 STEPS = 6

@@ -15,7 +15,7 @@ from shardwright_train.checkpoints.folders import Best, complete_checkpoints, fo
 from shardwright_train.commands.ranks import start_run
 from shardwright_train.data.prepare import prepare
 from shardwright_train.options import RunOptions, encode_job
-from shardwright_train.training.evaluation import better
+from shardwright_train.training.loop import better
 
 STEPS, EVERY = 7, 3
 
@@ -105,7 +105,7 @@ def test_the_best_checkpoint_is_kept_and_named_and_outlives_a_resume(
 
 def test_of_equal_losses_the_first_is_the_best_and_the_worse_change_nothing() -> None:
     from shardwright.types import Evaluation
-    from shardwright_train.training.evaluation import ValidationData
+    from shardwright_train.training.loop import ValidationData
 
     class Anything:
         sha256 = "0" * 64

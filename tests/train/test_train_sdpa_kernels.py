@@ -17,11 +17,11 @@ from torch import Tensor
 
 from shardwright.io import BadInput
 from shardwright.types import Attention, ContextParallel, Plan, Precision
-from shardwright_train.determinism import check_deterministic, deterministic, prepare_environment
 from shardwright_train.models import attention_kernels as kernels
 from shardwright_train.models.attention_kernels import use_kernels
 from shardwright_train.models.support import check_supported
 from shardwright_train.parallel import attention_blocks
+from shardwright_train.start import check_deterministic, deterministic, prepare_environment
 
 
 @pytest.fixture

@@ -17,8 +17,7 @@ from shardwright.io import write_document
 from shardwright.types import Plan
 from shardwright_train.commands.documents import convert
 from shardwright_train.data.prepare import prepare
-from shardwright_train.models.base import family_named
-from shardwright_train.models.description import describe
+from shardwright_train.models.base import describe, family_named
 from shardwright_train.options import ConvertOptions, RunOptions, encode_job
 from shardwright_train.weights.reading import open_weights
 

@@ -18,9 +18,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from shardwright.io import BadInput
 from shardwright.types import Model
 from shardwright_train.models.base import family_named
-from shardwright_train.weights.quantized import Stored, with_values
 from shardwright_train.weights.reading import open_weights
-from shardwright_train.weights.stored import header
+from shardwright_train.weights.stored import Stored, header, with_values
 
 FILE, FP8 = "model.safetensors", {"quant_method": "fp8", "weight_block_size": [128, 128]}
 MXFP4 = {"quant_method": "mxfp4"}

@@ -20,8 +20,7 @@ from shardwright_train.data.share import Batch
 from shardwright_train.engine.engine import Engine, build_engine
 from shardwright_train.engine.learning_rate import ANY, Hyperparameters
 from shardwright_train.models.as_stock import AsStock
-from shardwright_train.models.base import family_named, family_of
-from shardwright_train.models.description import describe
+from shardwright_train.models.base import describe, family_named, family_of
 from shardwright_train.models.initial_weights import fill
 from shardwright_train.parallel.data import default_dtype
 from shardwright_train.parallel.process_groups import Groups

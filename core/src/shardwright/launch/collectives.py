@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from shardwright.plan.process_groups import described_ranks
+from shardwright.plan.group_names import described_ranks
 
 _MAX_WAITING = 100
 """Largest number of unfinished collectives that are reported for a rank, the earliest first."""

@@ -1,7 +1,7 @@
 """The process groups that a plan needs, in the order in which all ranks create them, and their buffer memory."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from functools import lru_cache
 from itertools import chain
@@ -10,24 +10,11 @@ from typing import NamedTuple
 from shardwright.optimizers.registry import OPTIMIZERS
 from shardwright.plan.axes import Axis, Layout, axes_of, layout_of
 from shardwright.plan.chunks import chunk_layers, cuts, incoming_layout, sending_cuts
+from shardwright.plan.group_names import ranks_text
 from shardwright.plan.layout import closed_groups
 from shardwright.plan.schedules.passes import Pass
 from shardwright.plan.tied_weights import ranks_of_replicas, tied_parameters
 from shardwright.types import LayerStrategy, Plan, Strategy
-
-_OF_RANKS = " of ranks "
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return the part of a group's description that lists its ranks; `described_ranks` parses it."""
-    return f"{_OF_RANKS}{' '.join(map(str, ranks))}"
-
-
-def described_ranks(description: str) -> tuple[int, ...]:
-    """Return the ranks of a group from its description; empty if the description has another form."""
-    _, separator, ranks = description.rpartition(_OF_RANKS)
-    return tuple(map(int, ranks.split())) if separator else ()
-
 
 EDGE_CHANNELS = 4
 """NCCL channels of an edge, an assumption: more than enough for a network of 400 Gbit/s; they occupy 4

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from msgspec import structs
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwright.io import NothingFits
 from shardwright.plan.chunks import chunk_layers, stage_actions
@@ -94,7 +94,7 @@ def simulate_step(
 ) -> SimulatedStep:
     """Build a rank's pipeline stage as every command does, and run one step of it without data or other ranks.
 
-    With `reset_attention_mask` its samples tell their documents apart.
+    With `reset_attention_mask` the documents of its samples are marked.
     """
     device = torch.device("cpu")
     with _simulated_world(rank, plan.world_size):
@@ -133,7 +133,7 @@ def simulate_step(
                     engine.late.wait_for_use(_WaitingUpdates(optimizer), optimizer.streamed)
                 with sent:
                     engine.forward_backward(step, hook)
-            gradients = sum(_gradient_bytes(p) for p in optimizer.parameters.values() if p.requires_grad)
+            gradients = optimizer.gradient_bytes
             held = sum(x.nbytes for x in on_device(step.batch, context).values())
         return SimulatedStep(
             message_bytes=dict(sent.bytes),
@@ -267,11 +267,6 @@ class _ResidentBytes(TorchDispatchMode):
         self._sum -= self._storages.pop(key, (None, 0))[1]
 
 
-def _gradient_bytes(parameter: nn.Parameter) -> int:
-    assert parameter.grad is not None
-    return local_tensor(parameter.grad).nbytes
-
-
 # The shortened step, and the peak memory of the whole one.
 
 
@@ -363,10 +358,8 @@ class RoleCheck(NamedTuple):
     """
     miscounted: Mapping[Traffic, tuple[int, int]]
     """Kinds of traffic whose simulated bytes differ from the formulas: bytes counted, bytes by formula."""
-    parameters_bytes: int
-    gradients_bytes: int
-    """Bytes of the gradients before the optimizer's step."""
-    optimizer_bytes: int
+    step: SimulatedStep
+    """A shortened step."""
     host_bytes: int
     """Bytes in host memory: of optimizer states, which each step copies to the device and back, and of activations."""
     peak_bytes: int
@@ -397,9 +390,7 @@ def check_roles(
             role=role,
             messages=_messages(plan, role),
             miscounted=_miscounted(shorter, rank, step),
-            parameters_bytes=step.parameters_bytes,
-            gradients_bytes=step.gradients_bytes,
-            optimizer_bytes=step.optimizer_bytes,
+            step=step,
             host_bytes=step.host_bytes
             + step.host_activation_bytes * _in_flight(plan, role) // _in_flight(shorter, role),
             peak_bytes=peak_bytes,
@@ -471,7 +462,8 @@ def print_checks(plan: Plan, checks: Sequence[RoleCheck], console: Console) -> N
     for check in checks:
         stage, ranks = str(check.role.stage), _spans(check.role.ranks)
         node_type = plan.cluster.of_rank(check.role.ranks[0])
-        sizes = (check.parameters_bytes, check.gradients_bytes, check.optimizer_bytes, check.peak_bytes)
+        step = check.step
+        sizes = (step.parameters_bytes, step.gradients_bytes, step.optimizer_bytes, check.peak_bytes)
         memory.add_row(stage, ranks, *map(_mib, (*sizes, node_type.memory_bytes, *[check.host_bytes] * offloads)))
         for (cause, kind), (count, size) in check.messages.items():
             row = (cause.value, kind.collective.value, str(kind.group_size), str(count), _mib(size))

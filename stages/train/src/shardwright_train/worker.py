@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright.launch.heartbeat import START_UP_S, end_quietly, start_rank
-from shardwright_train.determinism import prepare_environment
-from shardwright_train.imports import without_collection
 from shardwright_train.options import MeasureJob, RunJob, decode_job
+from shardwright_train.start import prepare_environment, without_collection
 
 if TYPE_CHECKING:
     from shardwright_train.parallel.world import World

@@ -33,7 +33,7 @@ GPT2 = Family(
         places={BLOCK: "transformer.h.{}"},
         outputs_last=True,
     ),
-    runtime="gpt2:GPT2",
+    runtime="bert:GPT2",
     keys=traits.Keys(
         {
             **{"activation_function": "gelu_new", "attn_pdrop": 0.1, "layer_norm_epsilon": 1e-5},

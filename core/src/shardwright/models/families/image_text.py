@@ -307,7 +307,7 @@ MISTRAL3 = _with_tower(
         **{"spatial_merge_size": 2, "vision_feature_layer": -1},
     },
     aliases={"image_token_id": "image_token_index"},
-    runtime="llava:Mistral3",
+    runtime="images:Mistral3",
     only={"vision_feature_layer": Only(-1, "the states of all blocks are projected")},
 )
 

@@ -261,7 +261,7 @@ LLAVA = replace(
     LLAMA,
     model_type="llava",
     stock=traits.StockModel("LlavaForConditionalGeneration", _TIED, PLACES | {BLOCK: f"{LANGUAGE}.layers.{{}}"}),
-    runtime="llava:Llava",
+    runtime="images:Llava",
     keys=traits.Keys(
         {
             **LLAMA.keys.defaults,
@@ -375,7 +375,7 @@ GEMMA3_IMAGES = replace(
         PLACES | dict.fromkeys((SLIDING, FULL), f"{LANGUAGE}.layers.{{}}"),
         matrices=(PROJECTION,),
     ),
-    runtime="llava:Gemma3Images",
+    runtime="images:Gemma3Images",
     keys=GEMMA3.keys._replace(
         defaults={
             **GEMMA3.keys.defaults,

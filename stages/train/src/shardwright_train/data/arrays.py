@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shardwright.io import BadInput, sha256_of_file, sha256_of_value
-from shardwright_train.data.sampling import Shuffled
+from shardwright_train.data.sampling import WHOLE, Shuffled, SplitPart
 from shardwright_train.data.share import Batch, BatchShare
-from shardwright_train.data.split import WHOLE, SplitPart
 from shardwright_train.parallel.vocab import IGNORED
 
 # Images and their classes.
@@ -246,7 +245,7 @@ def open_pairs(folder: Path, objective: Paired, seed: int, part: SplitPart) -> P
 
 def _check_samples(file: Path, samples: NDArray[np.int64], tokens: int, inputs: int) -> None:
     begin, count, place = samples.T
-    # No sum: those of damaged files may be over the highest number.
+    # No sum: in damaged files it may exceed the highest number.
     wrong = (begin < 0) | (count < 0) | (begin > tokens) | (count > tokens - begin) | (place < -1) | (place >= inputs)
     if wrong.any():
         raise BadInput(file, f"sample {int(wrong.argmax())} points outside the other files", "prepare it again")

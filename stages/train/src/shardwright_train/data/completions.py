@@ -5,8 +5,8 @@
 - `messages`: what the template marks by `{% generation %}`, the assistant's part, is learned.
 - `input_ids` and `labels`, tokens: those whose label is not -100 are learned.
 
-Text is tokenized as a whole, and a token is learned if one of its characters is: the tokens are those of the same text
-without marks, as transformers' `apply_chat_template` has them.
+Text is tokenized as a whole, and a token is learned if one of its characters is: the same text without marks
+has equal tokens, as transformers' `apply_chat_template` has them.
 """
 
 import re
@@ -22,8 +22,8 @@ from tokenizers import Tokenizer
 from shardwright.io import BadInput, read_object
 from shardwright_train.data.corpora import TextPiece
 from shardwright_train.data.tokenizer import RUNNING_ERRORS, SETTINGS, TOKENIZER, DocumentEnds, library_faults
-from shardwright_train.imports import without_collection
 from shardwright_train.parallel.vocab import IGNORED
+from shardwright_train.start import without_collection
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _Messages = Annotated[list[dict[str, Any]], Meta(min_length=1)]

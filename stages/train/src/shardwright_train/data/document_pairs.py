@@ -21,7 +21,7 @@ _SAMPLES = 256
 
 
 class DocumentShares(NamedTuple):
-    """The visible pairs of the ranks that share samples out."""
+    """The visible pairs of the ranks over which samples are split."""
 
     samples: int
     """Number of samples that were counted."""

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from shardwright.io import BadInput
 from shardwright.types import EMBEDDING, HEAD
 from shardwright_train.data.arrays import PLACE, Pairs, TextTokens, open_pairs, padded
-from shardwright_train.data.objectives import RANDOM, RandomBatches, Text, TextBatches
-from shardwright_train.data.sampling import Blend, Samples
+from shardwright_train.data.objectives import RandomBatches, Text, TextBatches
+from shardwright_train.data.sampling import ACROSS, WHOLE, Blend, Boundaries, Samples, SplitPart
 from shardwright_train.data.share import Batch
-from shardwright_train.data.split import ACROSS, WHOLE, Boundaries, SplitPart
 from shardwright_train.data.tokenizer import read_tokenizer
 from shardwright_train.data.tokens import DataFolder
 from shardwright_train.parallel.vocab import IGNORED
@@ -99,8 +99,8 @@ class Prefix(Text):
     def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
         """`tokens`, `decoder_tokens` and `labels`, [n, sequence_length] each."""
         tokens, labels, _ = samples.split([self.sequence_length, self.sequence_length, 1], 1)
-        start = torch.full_like(labels[:, :1], self.first_token)
-        return {"tokens": tokens, "decoder_tokens": torch.cat((start, labels[:, :-1]), 1), "labels": labels}
+        before = pad(labels[:, :-1], (1, 0), value=self.first_token)
+        return {"tokens": tokens, "decoder_tokens": before, "labels": labels}
 
 
 @dataclass(frozen=True)
@@ -159,15 +159,14 @@ class SpanCorruption(Text):
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """Return values that distinguish these samples from those of the prefix objective."""
+        """Return values that distinguish these samples from the prefix objective's."""
         return ("span corruption", _NOISE_DENSITY, _MEAN_SPAN, self.end, self.sentinels)
 
     def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
         """`tokens`, `decoder_tokens` and `labels`, [n, sequence_length] each; the last text token is unused."""
         made = [self._corrupted(text[: self.stream_tokens], generator) for text in samples]
         tokens, labels = (torch.stack(each) for each in zip(*made, strict=True))
-        start = torch.full_like(labels[:, :1], self.first_token)
-        before = torch.cat((start, labels[:, :-1]), 1)
+        before = pad(labels[:, :-1], (1, 0), value=self.first_token)
         return {"tokens": tokens, "decoder_tokens": before.where(before != IGNORED, self.first_token), "labels": labels}
 
     def random_batch(self, samples: int, generator: torch.Generator) -> Batch:
@@ -239,16 +238,11 @@ class Transcription(Prefix):
         """`input_features` [n, bins, frames] in [-1, 1), `decoder_tokens` and `labels` [n, sequence_length]."""
         labels = samples[:, :-1]
         features = torch.rand(len(samples), self.bins, self.frames, dtype=torch.float32, generator=generator)
-        start = torch.full_like(labels[:, :1], self.first_token)
-        before = torch.cat((start, labels[:, :-1]), 1)
+        before = pad(labels[:, :-1], (1, 0), value=self.first_token)
         return {"input_features": 2 * features - 1, "decoder_tokens": before, "labels": labels}
 
-    def open(
-        self, folder: Path, seed: int, part: SplitPart = WHOLE, boundaries: Boundaries = ACROSS
-    ) -> TextBatches | RandomBatches | Pairs:
-        """Open a split of a folder of spectrograms and transcripts; RANDOM gives random ones."""
-        if folder == RANDOM or any(boundaries):
-            return super().open(folder, seed, part, boundaries)
+    def opened(self, folder: Path, seed: int, part: SplitPart, boundaries: Boundaries) -> Pairs:
+        """A split of a folder of spectrograms and transcripts."""
         return open_pairs(folder, self, seed, part)
 
     @property
@@ -277,8 +271,7 @@ class Transcription(Prefix):
         """
         words = [text[1:] if text[0] == self.first_token else text for text in texts]
         labels = padded([text.astype(np.int64) for text in words], self.sequence_length, IGNORED)
-        start = torch.full_like(labels[:, :1], self.first_token)
-        before = torch.cat((start, labels[:, :-1]), 1)
+        before = pad(labels[:, :-1], (1, 0), value=self.first_token)
         return {"decoder_tokens": before.masked_fill(before == IGNORED, self.first_token), "labels": labels}
 
     def of_inputs(self, inputs: NDArray[Any]) -> Batch:

@@ -181,8 +181,8 @@ class Tokens(NamedTuple):
 def prepare_captions(folder: Path, size: int, out: Path, tokens: Tokens, workers: int | None = None) -> None:
     """Write OUT/{images.npy,tokens.npy,samples.npy,tokenizer.json} of a folder with captions.jsonl.
 
-    Images become as those of classes do. `<image>` in a text is where an image stands; a line without an image is a
-    text alone. Raises BadInput if a file is damaged or a line is none: then nothing is left.
+    Images are scaled and cut as images of classes are. `<image>` in a text is where an image stands; a line without an
+    image is only a text. Raises BadInput if a file is damaged or a line is none: then nothing is left.
     """
     check_pillow(folder)
     listing = folder / "captions.jsonl"

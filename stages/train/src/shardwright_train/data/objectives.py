@@ -15,9 +15,18 @@ from shardwright.io import BadInput, RunFailed, sha256_of_value
 from shardwright.models.families.llava import IMAGES
 from shardwright.types import EMBEDDING, HEAD
 from shardwright_train.data.arrays import PLACE, ImageForm, Images, Pairs, TextTokens, open_images, open_pairs, padded
-from shardwright_train.data.sampling import Blend, Samples, open_data
+from shardwright_train.data.sampling import (
+    ACROSS,
+    WHOLE,
+    Blend,
+    Boundaries,
+    LossOn,
+    Samples,
+    Split,
+    SplitPart,
+    open_data,
+)
 from shardwright_train.data.share import Batch, BatchShare, with_boundaries
-from shardwright_train.data.split import ACROSS, WHOLE, Boundaries, LossOn, Split, SplitPart
 from shardwright_train.parallel.rng import seed_of
 from shardwright_train.parallel.vocab import IGNORED
 
@@ -99,6 +108,10 @@ class Text(ABC):
             if self.loss_on is LossOn.COMPLETIONS:
                 raise BadInput("--loss-on completions", "random samples have no completions", "leave it out")
             return random_batches(self, seed, part)
+        return self.opened(folder, seed, part, boundaries)
+
+    def opened(self, folder: Path, seed: int, part: SplitPart, boundaries: Boundaries) -> "TextBatches | Pairs":
+        """A split of a folder, by the files that the objective reads."""
         samples = open_data(folder, self.stream_tokens, seed, part, self.loss_on if self.learns_part else LossOn.ALL)
         samples.check_vocabulary(self.vocab_size)
         return TextBatches(samples, self, boundaries)
@@ -461,12 +474,8 @@ class ImageText(Causal):
         pixels = torch.rand(samples, *self._stacked, *self.form, dtype=torch.float32, generator=generator)
         return {**self.batch(text.masked_fill(inside, self.image_token), generator), "pixel_values": 2 * pixels - 1}
 
-    def open(
-        self, folder: Path, seed: int, part: SplitPart = WHOLE, boundaries: Boundaries = ACROSS
-    ) -> TextBatches | RandomBatches | Pairs:
-        """Open a split of a folder of images and texts; RANDOM gives random ones."""
-        if folder == RANDOM or any(boundaries):
-            return super().open(folder, seed, part, boundaries)
+    def opened(self, folder: Path, seed: int, part: SplitPart, boundaries: Boundaries) -> Pairs:
+        """A split of a folder of images and texts."""
         return open_pairs(folder, self, seed, part)
 
     @property
@@ -502,7 +511,7 @@ class ImageText(Causal):
     def of_inputs(self, inputs: NDArray[Any]) -> Batch:
         """Return `pixel_values` [n, images, channels, height, width], normalized as for the vision tower's pretraining.
 
-        `inputs` are of that shape; if a sample has one image, the result lacks its dim.
+        `inputs` are of that shape; if a sample has one image, the result does not have this dim.
         """
         mean, deviation = (
             torch.tensor(each, dtype=torch.float32)[:, None, None] for each in (self.mean, self.deviation)

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.pre_tokenizers import ByteLevel
 
 from shardwright.io import BadInput, read_bytes, read_object, write_bytes
-from shardwright_train.imports import without_collection
+from shardwright_train.start import without_collection
 
 END_OF_TEXT = "<|endoftext|>"
 """The token that ends every document of a trained tokenizer; its number is 0."""
@@ -35,7 +35,7 @@ _PANIC = "PanicException"
 _MIN_VOCABULARY = 257  # every byte and the end of text
 _MAX_WORD = 100_000
 """Largest number of consecutive characters of one kind: training takes time quadratic in it, here seconds."""
-_WORD = re.compile(r"[^\W\d_]+|\d+|\s+|(?:[^\w\s]|_)+")  # as ByteLevel tells them apart
+_WORD = re.compile(r"[^\W\d_]+|\d+|\s+|(?:[^\w\s]|_)+")  # as ByteLevel distinguishes them
 RUNNING_ERRORS = (
     ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError
 )  # fmt: skip

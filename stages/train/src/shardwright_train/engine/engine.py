@@ -19,7 +19,7 @@ from shardwright.plan.layout import parameter_box
 from shardwright.plan.process_groups import PlannedGroup, Purpose, strategy_groups
 from shardwright.types import EMBEDDING, HEAD, LayerStrategy, Plan
 from shardwright_train.engine.homes import Held
-from shardwright_train.engine.late_updates import LateUpdates
+from shardwright_train.engine.host import LateUpdates
 from shardwright_train.engine.learning_rate import ANY, Hyperparameters
 from shardwright_train.engine.optimizer import ShardedOptimizer, StepOutcome
 from shardwright_train.models.attention_kernels import use_kernels

@@ -1,6 +1,6 @@
 """Homes of matrices: the rank at which each is whole while it is updated, and its parts' ways there and back.
 
-All ranks of a pipeline stage derive the same homes from the plan alone: matrices by descending work, each to the rank
+All ranks of a pipeline stage derive the same homes from only the plan: matrices by descending work, each to the rank
 with the least work so far among those that hold parts of it (longest processing time first, Graham 1969). A home
 computes with the whole matrix and nothing else, so that its update is the same under every plan. Homes take their
 matrices in turns, one each, so that no more are on their way at once. Of equal parts one is sent home, and all ranks

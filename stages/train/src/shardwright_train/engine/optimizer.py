@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardwright.optimizers.registry import OPTIMIZERS
 from shardwright_train.engine.homes import Held
-from shardwright_train.engine.host import States, host_of
-from shardwright_train.engine.late_updates import LateUpdates
+from shardwright_train.engine.host import LateUpdates, States, host_of
 from shardwright_train.engine.learning_rate import Hyperparameters, ParameterGroup, group_of
 from shardwright_train.engine.updates import UPDATES, initial_states, moved_states, tensors_of
 from shardwright_train.parallel.data import local_tensor
@@ -101,7 +100,7 @@ class ShardedOptimizer:
     def step(self, step: int, loss: Tensor, stop: bool, loss_scale: float = 1.0, save: bool = False) -> "StepOutcome":
         """Clip by the global norm, update, and free the gradients; `step` counts from 1.
 
-        The gradients are those of `loss_scale` times the loss. One all_reduce over the world carries the squared norm,
+        The gradients are of `loss_scale` times the loss. One all_reduce over the world carries the squared norm,
         the losses of `run_step`, whether any rank wants to stop or to save, and each rank's peak memory so far. When
         loss or norm is not finite nothing is updated. Parameters whose states come from the host are updated later.
         """
@@ -144,6 +143,16 @@ class ShardedOptimizer:
         self.flush()
         kept = {name: tensors_of(p, self._states_of(name)) for name, p in self._trained.items()}
         return {f"optim.{name}.{state}": x for name, states in kept.items() for state, x in states.items()}
+
+    @property
+    def parameter_bytes(self) -> int:
+        """The bytes of this rank's shards of parameters."""
+        return sum(local_tensor(p).nbytes for p in self.parameters.values())
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The bytes of the gradients that there are now."""
+        return sum(local_tensor(p.grad).nbytes for p in self.parameters.values() if p.grad is not None)
 
     @property
     def state_bytes(self) -> int:

@@ -7,7 +7,7 @@ parameter and d its decay:
 - adamw: `torch.optim.AdamW` (Loshchilov & Hutter 2019);
 - adamw-bf16: the same, whose averages are rounded to bfloat16 when the step is over: the step itself uses unrounded
   ones. An average that changes by less than 1 part in 512 of itself stays as it is;
-- adamw-8bit: the same, whose averages of matrices become codes of 8 bits (eight_bits.py);
+- adamw-8bit: the same, whose averages of matrices become codes of 8 bits (below);
 - sgd: `torch.optim.SGD` with momentum 0.9: b = 0.9 b + g + d w, w = w - r b; the decay is part of the gradient;
 - lion (Chen et al. 2023, algorithm 2): w = w - r (sign(0.9 m + 0.1 g) + d w), then m = 0.99 m + 0.01 g;
 - muon: `torch.optim.Muon` with `match_rms_adamw`, for each matrix [A, B] of blocks: m = 0.95 m + 0.05 g, and
@@ -17,19 +17,150 @@ parameter and d its decay:
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.functional import pad
 from torch.optim.adamw import adamw
 
 from shardwright.optimizers.registry import ADAMW, ADAMW_8BIT, ADAMW_BF16, LION, MUON, SGD, Optimizer
-from shardwright_train.engine.eight_bits import Blocks, values
 from shardwright_train.engine.homes import Held, Homes
 from shardwright_train.engine.learning_rate import Hyperparameters
 from shardwright_train.parallel.data import placed_as, torch_dtype
 from shardwright_train.parallel.process_groups import Groups
+from shardwright_train.torch_private import StridedShard
+
+# Averages in 8 bits: codes, and a scale for each block of a parameter's row, independent of sharding.
+#
+# Blocks lie along rows, so that cutting rows cuts no block. If columns are cut through blocks, their ranks agree on
+# each block's largest value: every plan keeps the same codes. The 256 values of a code are as in Dettmers et al. 2022
+# ("8-bit optimizers via block-wise quantization"): seven decades, the largest with the most values. A positive square
+# is never rounded to 0, by which its average would be divided.
+
+
+_DECADES = 7
+
+
+@cache
+def values(signed: bool) -> tuple[float, ...]:
+    """The 256 values of a code, ascending, from -1 or 0 to 1."""
+    found = [0.0, 1.0]
+    for decade in range(_DECADES):
+        count = 2 ** (decade + (not signed))
+        means = (0.1 + 0.9 * (i + 0.5) / count for i in range(count))
+        found += [10.0 ** (decade + 1 - _DECADES) * mean for mean in means]
+    return tuple(sorted(found + [-value for value in found if signed and 0 < value < 1]))
+
+
+class Blocks(NamedTuple):
+    """The blocks of a parameter's rows of which a rank holds parts."""
+
+    row: int
+    """Length of a whole row."""
+    size: int
+    """Numbers of a block; the last of a row has fewer where they do not divide it."""
+    first: int = 0
+    """Number of the first column that the rank holds."""
+    columns: int = 0
+    """How many it holds."""
+    groups: tuple[Callable[[], dist.ProcessGroup], ...] = ()
+    """What finds the ranks that hold other columns of the same blocks: each has the scales of whole rows."""
+
+    @classmethod
+    def of(cls, parameter: Tensor, size: int, groups: Groups | None) -> "Blocks":
+        """The blocks of a parameter, which may be cut over some of a plan's groups."""
+        row = parameter.shape[-1]
+        if not isinstance(parameter, DTensor):
+            return cls(row, size, 0, row)
+        first, columns, cuts, place = 0, row, _cuts(parameter), parameter.device_mesh.get_coordinate()
+        assert place is not None
+        whole = all(length % size == 0 for _, length in cuts)
+        for axis, length in cuts:
+            begin = min(length * place[axis], columns)
+            first, columns = first + begin, min(length, columns - begin)
+        cut = (
+            ()
+            if whole or groups is None
+            else tuple(partial(groups.along, parameter.device_mesh, axis) for axis, _ in cuts)
+        )
+        return cls(row, size, first, columns, cut)
+
+    @property
+    def scales(self) -> int:
+        """Return how many scales of a row the rank holds."""
+        return -(-(self.row if self.groups else self.columns) // self.size)
+
+    def placed(self, parameter: Tensor, scales: Tensor) -> Tensor:
+        """Scales with the layout of their parameter, except that whole rows are on each rank of `groups`."""
+        if not isinstance(parameter, DTensor):
+            return scales
+        axes = {axis for axis, _ in _cuts(parameter)} if self.groups else set[int]()
+        placements = [Replicate() if axis in axes else placed for axis, placed in enumerate(parameter.placements)]
+        shape = torch.Size((*parameter.shape[:-1], -(-self.row // self.size)))
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            scales, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+
+    def unpacked(self, codes: Tensor, scales: Tensor, signed: bool, dtype: torch.dtype) -> Tensor:
+        """Return the numbers that codes and scales represent."""
+        table = torch.tensor(values(signed), dtype=dtype, device=codes.device)
+        blocks = self._blocks(table[codes.int()]) * self._mine(scales).to(dtype).unsqueeze(-1)
+        return self._whole(blocks)
+
+    def maxima(self, x: Tensor) -> Tensor:
+        """The largest absolute value of each block of the numbers that the rank holds, in float32."""
+        found = torch.zeros((*x.shape[:-1], self.scales), dtype=torch.float32, device=x.device)
+        if x.numel():
+            self._mine(found).copy_(self._blocks(x.abs()).amax(-1))
+        return found
+
+    def codes(self, x: Tensor, scales: Tensor, signed: bool) -> Tensor:
+        """Return the nearest code of each number; of two equally near ones the lower."""
+        table = torch.tensor(values(signed), dtype=x.dtype, device=x.device)
+        divisors = self._mine(scales).to(x.dtype)
+        shares = self._blocks(x) / torch.where(divisors == 0, 1, divisors).unsqueeze(-1)
+        found: Tensor = torch.bucketize(shares, (table[1:] + table[:-1]) / 2, out_int32=True)
+        found = found if signed else torch.where(shares > 0, found.clamp(min=1), found)
+        return self._whole(found).to(torch.uint8)
+
+    def _blocks(self, x: Tensor) -> Tensor:
+        """Numbers by block [..., blocks, size], padded where the rank holds a part of one."""
+        left = self.first % self.size
+        blocks: Tensor = pad(x, (left, -(left + self.columns) % self.size)).unflatten(-1, (-1, self.size))
+        return blocks
+
+    def _whole(self, blocks: Tensor) -> Tensor:
+        left = self.first % self.size
+        whole: Tensor = blocks.flatten(-2)[..., left : left + self.columns]
+        return whole.contiguous()  # as fused kernels take it to be
+
+    def _mine(self, scales: Tensor) -> Tensor:
+        """The scales of the blocks of which the rank holds a part."""
+        if not self.groups:
+            return scales
+        low = self.first // self.size
+        return scales[..., low : -(-(self.first + self.columns) // self.size)]
+
+
+def _cuts(parameter: DTensor) -> list[tuple[int, int]]:
+    """Return the mesh axes that shard a parameter's last dim, each with the largest shard's columns, in order."""
+    last, length = parameter.dim() - 1, parameter.shape[-1]
+    cutting = [(axis, placed) for axis, placed in enumerate(parameter.placements) if placed.is_shard(last)]
+    found = []
+    # Strided sharding cuts what other placements have left.
+    for axis, _ in sorted(cutting, key=lambda pair: isinstance(pair[1], StridedShard)):
+        length = -(-length // parameter.device_mesh.size(axis))
+        found.append((axis, length))
+    return found
+
+
+# The updates.
+
 
 MOMENTUM = 0.9
 LION_BETAS = (0.9, 0.99)

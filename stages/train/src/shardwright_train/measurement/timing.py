@@ -216,7 +216,7 @@ def measure_in_turns(
 ) -> Measured:
     """Measure one step of each plan in turn, until all have been measured for long enough.
 
-    A plan alone is measured for longer if its steps scatter. Several plans are compared with the first:
+    A plan measured by itself is measured for longer if its steps scatter. Several plans are compared with the first:
     if the difference in layer time has too large an error, all are measured again. `forward_only` are the places of
     plans whose further layers have no backward pass.
     """

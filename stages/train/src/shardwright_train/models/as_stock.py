@@ -30,9 +30,17 @@ from shardwright_train.models.base import Family
 from shardwright_train.models.flow import Flow, Shape, flow_of, flow_of_config
 from shardwright_train.models.initial_weights import Filling, Given, low_rank_fillings, with_low_rank
 from shardwright_train.models.masks import Places
-from shardwright_train.models.stock import States, UnknownFilling, refusals, stock_fillings, with_memory
-from shardwright_train.models.stock_plan import StockPlan, stock_plan
-from shardwright_train.models.traced import Whole, calling, configured, plain_kernel, stock_class, whole_of
+from shardwright_train.models.stock import (
+    States,
+    StockPlan,
+    UnknownFilling,
+    refusals,
+    stock_fillings,
+    stock_plan,
+    with_memory,
+)
+from shardwright_train.models.traced import Whole, at_place, calling, configured, plain_kernel, stock_class, whole_of
+from shardwright_train.parallel.data import default_dtype
 from shardwright_train.parallel.rng import seed_of
 from shardwright_train.parallel.sharding_rules import Parts, Rule, cuts
 from shardwright_train.parallel.vocab import loss_of_logits
@@ -67,7 +75,7 @@ class AsStock(Family):
 
     @property
     def plan_problem(self) -> str | None:
-        """Why ranks cannot share out blocks, whatever their sizes; None: they can."""
+        """Why ranks cannot split blocks, whatever their sizes; None: they can."""
         return self._plan.problem
 
     @property
@@ -140,9 +148,6 @@ class AsStock(Family):
         config, kernel = msgspec.json.encode(model.config), attention or self.plain_kernel
         return _skeleton(self, config, model.family, kernel, torch.get_default_dtype())
 
-    def _layer(self, model: Model, layer: str, attention: str | None = None) -> nn.Module:
-        return with_low_rank(self._stock_layer(model, layer, attention), model, layer)
-
     def _stock_layer(self, model: Model, layer: str, attention: str | None = None) -> nn.Module:
         whole, flow = self._skeleton(model, attention).whole, flow_of(model)
         if layer == EMBEDDING:
@@ -201,11 +206,6 @@ class AsStock(Family):
 
     # Weights.
 
-    def initialize(self, model: Model, module: nn.Module) -> None:
-        """Fill a layer with the initial weights of transformers."""
-        with torch.no_grad():
-            module.apply(self.stock_model(model)._init_weights)
-
     def fillings(self, model: Model, layer: str) -> Mapping[str, tuple[Filling, ...]]:
         """Return how transformers fills a layer: element by element, or a whole parameter with computed values."""
         module = self._stock_layer(model, layer)
@@ -230,9 +230,8 @@ class AsStock(Family):
         for name in filter(lambda name: _has_nan(values[name]), values):
             value = constructed.get(self._stock_name(model, layer, name))
             if value is None or _has_nan(value):
-                raise BadInput(
-                    f"{model.family} model", f"{name} of its {layer} has no initial values", "pass --weights"
-                )
+                problem = f"{name} of its {layer} has no initial values"
+                raise BadInput(f"{model.family} model", problem, "pass --weights")
             values[name] = value
         return {name: (Filling(Given(x)),) for name, x in values.items()}
 
@@ -257,13 +256,7 @@ class AsStock(Family):
         return _Unmarked(text.vocab_size, model.sequence_length)
 
     def constants(
-        self,
-        model: Model,
-        kind: str,
-        places: Places,
-        example: Tensor,
-        kernel: str,
-        heads: Callable[[int], slice] = slice,
+        self, model: Model, kind: str, places: Places, example: Tensor, kernel: str, *_: Any
     ) -> dict[str, Any]:
         """Return the arguments of blocks other than hidden states."""
         config = msgspec.json.encode(model.config)
@@ -335,16 +328,11 @@ def _skeleton(family: AsStock, config: bytes, kind: str, kernel: str, dtype: tor
     experts = "eager" if dtype is torch.float64 else "grouped_mm"
     parsed = configured(family.stock, {**msgspec.json.decode(config), "model_type": kind}, kernel, experts)
     values, fills = dict[int, Tensor](), dict[int, _Fill]()
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        # Layers are built on the meta device, constants are not.
-        with refusals(), torch.device("cpu"), no_init_weights(), _fills_noted(fills):
-            with _parameters_on_meta(values), _Allocations():
-                model = family.stock(parsed).train()
-                model.tie_weights()
-    finally:
-        torch.set_default_dtype(before)
+    # Layers are built on the meta device, constants are not.
+    with default_dtype(dtype), refusals(), torch.device("cpu"), no_init_weights(), _fills_noted(fills):
+        with _parameters_on_meta(values), _Allocations():  # type: ignore[no-untyped-call]
+            model = family.stock(parsed).train()
+            model.tie_weights()
     whole = whole_of(model)
     for block in whole.blocks:
         files = block.state_dict().keys()
@@ -395,9 +383,6 @@ class _Allocations(TorchDispatchMode):
 
     Memory that is not filled is NaN: what was there before would pass for values.
     """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call an operator, on the meta device if it would allocate that much."""
@@ -541,8 +526,7 @@ def _embedding(whole: Whole, flow: Flow) -> nn.Module:
             stock(**calling(stock, tokens))
         except _Left as left:
             args, kwargs = left.given
-            states: Tensor = args[flow.place] if isinstance(flow.place, int) else kwargs[flow.place]
-            return (flow.handed_on(states, tokens.shape[1]),)
+            return (flow.handed_on(at_place(args, kwargs, flow.place), tokens.shape[1]),)
         raise RuntimeError("the stock model has called no block")
 
     model.forward = embed
@@ -555,8 +539,7 @@ def _head(whole: Whole, flow: Flow) -> nn.Module:
 
     def block(number: int) -> Callable[..., Any]:
         def compute(*args: Any, **kwargs: Any) -> Any:
-            passed: Tensor = args[flow.place] if isinstance(flow.place, int) else kwargs[flow.place]
-            return _outputs(flow, given.pop() if number == last else passed, now)
+            return _outputs(flow, given.pop() if number == last else at_place(args, kwargs, flow.place), now)
 
         return compute
 
@@ -589,8 +572,7 @@ class Arguments:
                 self._taken.append((args, kwargs))
                 if number == last:
                     raise _Left((args, kwargs))
-                passed: Tensor = args[flow.place] if isinstance(flow.place, int) else kwargs[flow.place]
-                return _outputs(flow, passed, self._now)
+                return _outputs(flow, at_place(args, kwargs, flow.place), self._now)
 
             return compute
 

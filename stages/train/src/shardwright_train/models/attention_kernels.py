@@ -44,7 +44,7 @@ _CAPABILITY = (8, 0)
 def check_kernels(plan: Plan, family: Family, device: torch.device, file: object, *, by_document: bool = False) -> None:
     """Raise BadInput naming the first kernel of a plan that this rank or the model's family cannot use.
 
-    `by_document`: whether positions are to attend to their own document alone.
+    `by_document`: whether positions are to attend only to their own document.
     """
     for problem, remedy in _problems(plan, family, device, by_document):
         raise BadInput(file, problem, remedy)
@@ -160,7 +160,7 @@ def _lack(device: torch.device) -> str | None:
     return None
 
 
-def _fused_lack(plan: Plan, family: Family, device: torch.device, by_document: bool = False) -> str | None:
+def _fused_lack(plan: Plan, family: Family, device: torch.device, by_document: bool) -> str | None:
     """Return which part of a plan the GPU's fused kernels of scaled_dot_product_attention do not support, or None."""
     tried = on_accelerator(device) or plan.attention is Attention.SDPA_FLASH
     return _refusal(plan, family, device, by_document) if tried else None
@@ -218,7 +218,7 @@ def _trials(plan: Plan, family: Family, device: torch.device, by_document: bool)
 def _attentions(model: Model, family: Family) -> Iterator[tuple[Heads, int, Mask]]:
     """Yield the heads of each attention, the number of positions, and the mask.
 
-    The positions are those of a sample or an image, or those of a window of an image.
+    The positions are of a sample or an image, or of a window of an image.
     """
     config = family.facts.configured(model.config)
     for name, kind in model.types.items():

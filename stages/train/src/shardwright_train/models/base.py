@@ -1,4 +1,4 @@
-"""The interface of a model family: stock modules of transformers, their sharding, inputs and outputs."""
+"""The interface of a model family: stock modules of transformers, their sharding, inputs, outputs and description."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -10,22 +10,25 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from shardwright.io import BadInput
 from shardwright.models.alike import unknown_type
+from shardwright.models.config_keys import wrong_values
+from shardwright.models.description import Contents, described_model, usual_length
 from shardwright.models.facts import Family as Facts
 from shardwright.models.mtp import mtp_depth
 from shardwright.models.registry import FAMILIES, check_trained
-from shardwright.types import EMBEDDING, HEAD, Attention, Model, Strategy, base_type
+from shardwright.types import EMBEDDING, HEAD, Attention, Model, Parameter, Strategy, base_type
 from shardwright_train.data.objectives import Causal, Classification, Text
+from shardwright_train.data.sampling import LossOn
 from shardwright_train.data.share import POSITIONS, Batch
-from shardwright_train.data.split import LossOn
-from shardwright_train.models.configuration import parse
+from shardwright_train.models.configuration import check_only, check_sizes, parse
 from shardwright_train.models.initial_weights import Filling, low_rank_fillings, with_low_rank
 from shardwright_train.models.masks import Places, alibi_mask, alibi_slopes, mask_for, window_mask
 from shardwright_train.models.mtp import FURTHER_LABELS, add_modules, join_modules
 from shardwright_train.models.stock import Pieces, States, WithLoss, skeleton, stock_fillings, unstack
-from shardwright_train.parallel.sharding_rules import OF_OUTPUTS, WORDS, Parts, Rule
+from shardwright_train.parallel.sharding_rules import OF_OUTPUTS, WORDS, Parts, Rule, cuts
 from shardwright_train.parallel.tensor import TensorParallel
 from shardwright_train.parallel.vocab import loss_in_chunks, loss_of_logits, token_embedding
 
@@ -196,7 +199,7 @@ class Family:
         """Return the constants of every pass through a described type of block: kernel, window, mask, angles.
 
         Cosines and sines are for the positions that this rank computes, in the dtype and on the device of `example`.
-        `heads` tells this rank's of so many heads: by default all.
+        `heads` returns this rank's share of a number of heads: by default all.
         """
         window, mask = model.types[kind].window, None
         if window is not None and kernel != Attention.FLASH_ATTENTION_2.value:
@@ -261,7 +264,7 @@ class Family:
 
     def fillings(self, model: Model, layer: str) -> Mapping[str, tuple[Filling, ...]]:
         """How transformers fills the parameters of a layer, by their names in its module."""
-        module = self._module(self.stock_model(model), model, layer)
+        module = self._stock_layer(model, layer)
         drawn = stock_fillings(module, lambda: self.initialize(model, module))
         return {**drawn, **low_rank_fillings(with_low_rank(module, model, layer), model)}
 
@@ -275,9 +278,10 @@ class Family:
         return tuple(name for name, _ in self._layer(model, layer).named_parameters())
 
     def _layer(self, model: Model, layer: str, attention: str | None = None) -> nn.Module:
-        return with_low_rank(self._module(self.stock_model(model, attention), model, layer), model, layer)
+        return with_low_rank(self._stock_layer(model, layer, attention), model, layer)
 
-    def _module(self, stock: Any, model: Model, layer: str) -> nn.Module:
+    def _stock_layer(self, model: Model, layer: str, attention: str | None = None) -> nn.Module:
+        stock = self.stock_model(model, attention)
         module = self.module(stock, *self._place(model, layer))
         if depth_of(model, layer):
             join_modules(module, partial(self.scaled, stock.config))
@@ -371,7 +375,7 @@ class Family:
         """The sum of cross entropy over the group's samples; under Ulysses, over this rank's positions."""
         matrix: Any = pieces.get_submodule(self.head[-1])
         labels = given.shape[1]
-        # A class is told from the first position, which ranks that share out the sequence have only once it is whole.
+        # A class is predicted from the first position, which ranks that split the sequence have only once it is whole.
         if not pieces.tensor_parallel.splits_sequence:
             normed = normed[:, :labels]
         with pieces.tensor_parallel.entered(normed) as (inputs,):
@@ -433,3 +437,55 @@ def _family(name: str) -> Family:
     runtime: type[Family] = resolve_name(f"{__package__}.{facts.runtime}")
     module = facts.stock.module or name.replace("-", "_")
     return runtime(facts, resolve_name(f"transformers.models.{module}.modeling_{module}:{facts.stock.name}"))
+
+
+# The planner's description of a model: its family's facts, and the parameters of its modules on the meta device.
+
+
+def describe(family: Family, config: dict[str, Any], name: str, sequence_length: int | None) -> Model:
+    """Describe the model of a config.json for samples of a length in tokens; None: the default length.
+
+    Raises ValueError saying what in the configuration cannot be trained.
+    """
+    facts = family.facts
+    if (wrong := wrong_values(facts, config)) is not None:
+        raise ValueError(wrong)
+    parsed = family.configured(config)
+    check_only(config, facts)
+    if sequence_length is None:
+        sequence_length = usual_length(
+            facts, facts.completed(facts.of_layer(EMBEDDING, facts.configured(vars(parsed))))
+        )
+    if sequence_length is None:
+        raise BadInput("--sequence-length", "config.json does not state the sample length", "give it, in tokens")
+    check_sizes(parsed, facts, sequence_length)
+    stock = family.skeleton(parsed)
+    family.objective.from_config(stock.config, sequence_length)
+    read = facts.completed(facts.of_layer(EMBEDDING, facts.configured(vars(stock.config))))
+    layers = facts.described_layers(read, sequence_length)
+
+    def contents(layer: str) -> Contents:
+        index = 0 if layer in (EMBEDDING, HEAD) else family.index(layers, layers.index(layer))
+        module = family.module(stock, layer, index)
+        return Contents(_parameters(family, layer, module), _products(module, facts))
+
+    return described_model(facts, read, config, name, sequence_length, contents)
+
+
+def _parameters(family: Family, layer: str, module: nn.Module) -> tuple[Parameter, ...]:
+    return tuple(
+        msgspec.structs.replace(
+            cut.parameter,
+            name=family.described_name(layer, cut.name),
+            shared=layer in family.parts and cut.name in family.shared,
+        )
+        for cut in cuts(module, family.rules)
+    )
+
+
+def _products(module: nn.Module, facts: Facts) -> int:
+    """Return the number of elements of the matrices, without a router's, which is counted with its experts."""
+    router = None if facts.experts is None else facts.experts.router
+    bare = sum(p.numel() for name, p in module.named_parameters() if name in facts.stock.matrices)
+    parts = (part for name, part in module.named_modules() if name != router)
+    return bare + sum(p.weight.numel() for p in parts if isinstance(p, nn.Linear | nn.Conv1d | nn.Conv2d | Conv1D))

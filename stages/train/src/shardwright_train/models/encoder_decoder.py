@@ -49,15 +49,15 @@ class T5(Family):
     def block(self, stock: Any, kind: str, index: int) -> nn.Module:
         """Return a stock block with replicas of the parameters that the stock model has once in a stack.
 
-        They are the position bias of the first block and, in the encoder, the norm after the last, which alone applies
-        it, inside the block: its parameters are whole nowhere else.
+        They are the position bias of the first block and, in the encoder, the norm after the last, the only one that
+        applies it, inside the block: its parameters are whole nowhere else.
         """
         stack: Any = stock.get_submodule(kind)
         block: nn.Module = copy.deepcopy(stack.block[0])
         if kind == "encoder":
             block.final_layer_norm, block.dropout = copy.deepcopy((stack.final_layer_norm, stack.dropout))
         ends = kind == "encoder" and index == len(stack.block) - 1
-        # The states alone: FSDP2 would watch over the bias, too.
+        # Only the states: FSDP2 would watch over the bias, too.
         block.register_forward_hook(
             lambda last, _, out: last.dropout(last.final_layer_norm(out[0])) if ends else out[0]
         )

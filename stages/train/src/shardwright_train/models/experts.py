@@ -301,7 +301,7 @@ def _counts(index: Tensor, experts: int) -> Tensor:
 def _loss(probabilities: Tensor, counts: Tensor, tensor_parallel: TensorParallel, is_outside: bool) -> Tensor:
     """Return this rank's part of the load-balancing loss, or all of it if ranks hold replicas of the states.
 
-    `is_outside`: each rank has its positions between regions, not those of its tensor-parallel group.
+    `is_outside`: each rank has its positions between regions, not its tensor-parallel group's.
     """
     length, ranks = probabilities.shape[1], 1 if is_outside else tensor_parallel.size
     for group in _sharing_positions(tensor_parallel, is_outside):

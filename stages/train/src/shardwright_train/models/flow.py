@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 
 from shardwright.types import Model
 from shardwright_train.models.stock import refusals
-from shardwright_train.models.traced import Whole, built, calling, ends_of, states_place
+from shardwright_train.models.traced import Whole, at_place, built, calling, ends_of, states_place
 from shardwright_train.torch_private import FakeTensorMode, TorchDispatchMode, storage_key, tree_leaves
 
 _TRIED = (2, 3)
@@ -55,8 +55,8 @@ class Flow(NamedTuple):
     """The argument that holds the states: its number or name."""
     states: Shape
     outputs: tuple[Shape | None, ...] | None
-    """The further tensors that blocks give, with None in place of the states and of what is none; None: blocks give the
-    states alone."""
+    """The further tensors that blocks give, with None in place of the states and of what is none; None: blocks give
+    only the states."""
     output: int
     """The place of the states among these."""
     early: Mapping[str, Shape]
@@ -223,7 +223,7 @@ def _observed(whole: Whole, samples: int, length: int) -> _Observed:
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal by_tokens
             place = states_place(args, kwargs)
-            states: Tensor = args[place] if isinstance(place, int) else kwargs[place]
+            states = at_place(args, kwargs, place)
             if order and states is not seen[-1]:
                 raise ValueError("the stock model computes between its blocks")
             if places and place != places[-1]:

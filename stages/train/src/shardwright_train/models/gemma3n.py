@@ -22,6 +22,7 @@ from shardwright_train.models.configuration import keys_of
 from shardwright_train.models.operators import Trace
 from shardwright_train.models.stock import refusals
 from shardwright_train.models.traced import UNDIVIDED, check_keys, describe_by_trace
+from shardwright_train.parallel.data import default_dtype
 from shardwright_train.torch_private import FakeTensorMode
 
 GEMMA3N = "gemma3n"
@@ -111,7 +112,7 @@ class Embedders(nn.Module):
         self.embed_audio = Gemma3nMultimodalEmbedder(Gemma3nAudioConfig(**_keys(config, _AUDIO)), text)
 
     def forward(self, tokens: Tensor, states: Tensor, images: Tensor, places: Tensor) -> Tensor:
-        """Return the states with those of `images` [images, tokens of each, features] in their places."""
+        """Return the states with the states of `images` [images, tokens of each, features] in their places."""
         for embedder in (self.embed_vision, self.embed_audio):
             # A place of neither looks up the last row, whose result is dropped.
             is_own = tokens >= embedder.vocab_offset
@@ -128,22 +129,18 @@ def _keys(config: Mapping[str, Any], part: str) -> dict[str, Any]:
 def _vision(config: Mapping[str, Any], text: Model, images: int) -> LayerType:
     """Return the layer of the tower and the embedders, which passes on the states of a text."""
     length, (outputs,) = text.sequence_length, text.types[EMBEDDING].outputs
-    before, trace = torch.get_default_dtype(), Trace()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with FakeTensorMode(), refusals():
-            module = Embedders(config)
-            states = torch.zeros(1, length, module.embed_vision.text_hidden_size, requires_grad=True)
-            found = torch.zeros(images, IMAGE_TOKENS, module.embed_vision.multimodal_hidden_size, requires_grad=True)
-            tokens = torch.zeros(1, length, dtype=torch.long)
-            places = torch.zeros(1, length, dtype=torch.bool)
-            trace.begin(TOWER, module)
-            with trace.watching():
-                module(tokens, states, found, places)
-            seen = trace.seen[TOWER].counted()
-            own = tuple(Parameter(name=f"model.{key}", shape=tuple(p.shape)) for key, p in module.named_parameters())
-    finally:
-        torch.set_default_dtype(before)
+    trace = Trace()
+    with default_dtype(torch.bfloat16), FakeTensorMode(), refusals():
+        module = Embedders(config)
+        states = torch.zeros(1, length, module.embed_vision.text_hidden_size, requires_grad=True)
+        found = torch.zeros(images, IMAGE_TOKENS, module.embed_vision.multimodal_hidden_size, requires_grad=True)
+        tokens = torch.zeros(1, length, dtype=torch.long)
+        places = torch.zeros(1, length, dtype=torch.bool)
+        trace.begin(TOWER, module)
+        with trace.watching():
+            module(tokens, states, found, places)
+        seen = trace.seen[TOWER].counted()
+        own = tuple(Parameter(name=f"model.{key}", shape=tuple(p.shape)) for key, p in module.named_parameters())
     tower = tuple(
         Parameter(name=f"{VISION_TOWER}.timm_model.{part}", shape=(size, 1)) for part, size in TOWER_PARTS.items()
     )

@@ -3,7 +3,7 @@
 Mistral, Qwen2 and Qwen3 differ only by their stock classes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
@@ -159,17 +159,9 @@ class Baichuan(Llama):
             stock.lm_head = NormedHead(features, rows, bias=False, device="meta", dtype=stock.lm_head.weight.dtype)
         return stock
 
-    def constants(
-        self,
-        model: Model,
-        kind: str,
-        places: Places,
-        example: Tensor,
-        kernel: str,
-        heads: Callable[[int], slice] = slice,
-    ) -> dict[str, Any]:
+    def constants(self, model: Model, kind: str, places: Places, *others: Any) -> dict[str, Any]:
         """The constants of Llama; with ALiBi the angles are 0, because positions are in the mask."""
-        constants = super().constants(model, kind, places, example, kernel, heads)
+        constants = super().constants(model, kind, places, *others)
         if model.types[kind].alibi_heads:
             cos, sin = constants["arguments"]["position_embeddings"]
             constants["arguments"] = {"position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}

@@ -100,9 +100,7 @@ def window_mask(places: Places, window: int, example: Tensor, mask: Mask) -> Ten
     if (made := _HELD.get(key)) is None:
         queries, keys = places.pairs(example.device)
         hidden = (keys > queries + behind) | (keys <= queries - window)
-        made = torch.zeros(hidden.shape, dtype=example.dtype, device=example.device)
-        made = made.masked_fill_(hidden, torch.finfo(example.dtype).min)[None, None]
-        _HELD[key] = made
+        _HELD[key] = made = _added(hidden, example.dtype)[None, None]
     return made
 
 
@@ -143,6 +141,11 @@ def document_mask(documents: Tensor, dtype: torch.dtype, padding: Tensor | None,
     else:
         # A row that saw nothing would be no number: what stands for nothing sees itself.
         hidden |= ~(padding[:, None, None] | (keys == queries))
+    return _added(hidden, dtype)
+
+
+def _added(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask to add to scores that leaves out what is hidden."""
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, torch.finfo(dtype).min)
 
 
@@ -166,9 +169,7 @@ def image_mask(inside: Tensor, window: int | None, dtype: torch.dtype) -> Tensor
     hidden = after & ~(inside[:, :, None] & (images[:, :, None] == images[:, None]))
     if window is not None:
         hidden |= torch.ones_like(after).tril_(-window)
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, torch.finfo(dtype).min)[
-        :, None
-    ]
+    return _added(hidden, dtype)[:, None]
 
 
 def padding_mask(mask: Tensor, dtype: torch.dtype, kernel: str) -> Tensor:
@@ -178,5 +179,4 @@ def padding_mask(mask: Tensor, dtype: torch.dtype, kernel: str) -> Tensor:
     """
     if kernel == Attention.FLASH_ATTENTION_2.value:
         return mask
-    nothing = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-    return nothing.masked_fill(~mask, torch.finfo(dtype).min)[:, None, None]
+    return _added(~mask, dtype)[:, None, None]

@@ -1,8 +1,8 @@
 """Multi-token prediction (DeepSeek-AI 2024, DeepSeek-V3, section 2.2): what a batch and a block need in addition.
 
-A layer of depth k is a stock block whose modules are joined by those of `shardwright.models.mtp`: the stock model holds
-them under the published names, from which weights are read and written. The last k positions of a sample, whose further
-token is not in it, see token 0, as in Megatron-LM, and have no label.
+A layer of depth k is a stock block whose modules are joined by further ones, of `shardwright.models.mtp`: the stock
+model holds them under the published names, from which weights are read and written. The last k positions of a sample,
+whose further token is not in it, see token 0, as in Megatron-LM, and have no label.
 """
 
 import copy

@@ -2,7 +2,7 @@
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any
@@ -39,23 +39,14 @@ _STARTS_NOTHING = frozenset(
 """Operators that make views, or memory that nothing is written to."""
 
 
-def _grouped(rows: Tensor, matrices: Tensor, *_: Any, **__: Any) -> int:
-    """Operations of a product of rows, each with one of several matrices [matrices, inputs, outputs]."""
-    return 2 * rows.numel() * matrices.shape[-1]
-
-
-_PRODUCTS: Mapping[str, Callable[..., int]] = {"_grouped_mm": _grouped}
-"""Operations of products that torch's counter does not know."""
-
-
 class Seen:
     """Operators and tensors of one layer, recorded in one pass over one sample."""
 
     def __init__(self, module: nn.Module, divided: Sequence[Tensor] = ()) -> None:
         tensors = [*module.parameters(), *module.buffers()]
-        self.own = {_key(tensor) for tensor in tensors}
-        self.parameters = {_key(p): p.numel() for p in module.parameters()}
-        self.divided = {_key(p) for p in divided}
+        self.own = {storage_key(tensor) for tensor in tensors}
+        self.parameters = {storage_key(p): p.numel() for p in module.parameters()}
+        self.divided = {storage_key(p) for p in divided}
         """Parameters that tensor parallelism cuts."""
         self.multiplied = set[int]()
         self.kept = dict[int, Tensor]()
@@ -102,7 +93,7 @@ class Trace(TorchDispatchMode):
     def begin(self, name: str, module: nn.Module, given: object = (), divided: Sequence[Tensor] = ()) -> None:
         """Begin a layer; what it is given without a gradient, such as angles, is kept once for all of them."""
         self.name, seen = name, Seen(module, divided)
-        seen.own |= {_key(leaf) for leaf in _tensors(given) if not leaf.requires_grad}
+        seen.own |= {storage_key(leaf) for leaf in _tensors(given) if not leaf.requires_grad}
         self.seen[name] = seen
 
     @contextmanager
@@ -176,7 +167,7 @@ class Trace(TorchDispatchMode):
             return result
         seen.products += outs[0].numel()
         seen.wide[outs[0].shape[-1]] += outs[0].numel()
-        matrices = {_key(leaf) for leaf in _tensors((args, kwargs))} & seen.parameters.keys()
+        matrices = {storage_key(leaf) for leaf in _tensors((args, kwargs))} & seen.parameters.keys()
         seen.multiplied |= matrices
         if matrices:
             seen.product_flops += flops
@@ -189,8 +180,8 @@ class Trace(TorchDispatchMode):
         """Return the operations of a product; None for other operators."""
         if self._attends:
             return 0 if "scaled_dot_product" in name else None
-        if name in _PRODUCTS:
-            return _PRODUCTS[name](*args, **kwargs)
+        if name == "_grouped_mm":  # of rows, each with one of several matrices; torch's counter does not know it
+            return int(2 * args[0].numel() * args[1].shape[-1])
         if "scaled_dot_product" in name:
             queries, keys, values = (tuple[int, ...](tensor.shape) for tensor in args[:3])
             return 2 * prod(queries[:3]) * keys[2] * (queries[3] + values[3])
@@ -199,8 +190,8 @@ class Trace(TorchDispatchMode):
         return int(count(*args, **kwargs, out_val=result))
 
     def _keep(self, tensor: Tensor) -> Tensor:
-        if self.name and self.keeps and _key(tensor) not in (seen := self.seen[self.name]).own:
-            seen.kept[_key(tensor)] = tensor
+        if self.name and self.keeps and storage_key(tensor) not in (seen := self.seen[self.name]).own:
+            seen.kept[storage_key(tensor)] = tensor
         return tensor
 
 
@@ -218,11 +209,6 @@ class _MaskedDropout(TorchFunctionMode):
         rate, training = given.arguments["p"], given.arguments["training"]
         states: Tensor = given.arguments["input"]
         return torch.native_dropout(states, rate, True)[0] if training and rate else states
-
-
-def _key(tensor: Tensor) -> int:
-    """The identity of a tensor's memory, of which there are several views."""
-    return storage_key(tensor)
 
 
 def _tensors(nested: object) -> Iterator[Tensor]:

@@ -14,7 +14,7 @@ from shardwright.plan.axes import axes_of
 from shardwright.plan.offload import check_offload
 from shardwright.plan.supported_fields import check_fields
 from shardwright.types import HEAD, NARROW_BITS, Attention, GradientReduction, Plan, Recompute
-from shardwright_train.imports import without_collection
+from shardwright_train.start import without_collection
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
 _MIXED_FLOAT16 = ("float32", "float16", "float32")

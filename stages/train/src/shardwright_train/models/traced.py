@@ -30,8 +30,8 @@ from shardwright.models.traits import BLOCK, Config
 from shardwright.types import EMBEDDING, HEAD, BoundaryTensor, Heads, LayerType, Model, Parameter, Region
 from shardwright_train.models.configuration import MAX_BUILT_LAYERS, keys_of
 from shardwright_train.models.operators import TRACED, Seen, Trace
-from shardwright_train.models.stock import config_class, refusals
-from shardwright_train.models.stock_plan import StockPlan, stock_plan
+from shardwright_train.models.stock import StockPlan, config_class, refusals, stock_plan
+from shardwright_train.parallel.data import default_dtype
 from shardwright_train.parallel.sharding_rules import Cut, Rule, cuts
 from shardwright_train.torch_private import FakeTensorMode, tree_leaves
 
@@ -45,7 +45,7 @@ _EXPERTS, _ROUTER = ".experts.", "gate"
 _ATTENDS = "att"
 """Part of the names of modules that attend."""
 UNDIVIDED = "undivided_blocks"
-"""What a degree that shares out a traced layer must divide: one rank has all of it."""
+"""What a degree that splits a traced layer must divide: one rank has all of it."""
 
 
 class Whole(NamedTuple):
@@ -144,15 +144,10 @@ def calling(forward: Callable[..., Any], tokens: Tensor) -> dict[str, Any]:
 
 def _skeleton(stock: Any, config: Any) -> Any:
     """Return a stock model in bfloat16 without values, in training mode, with dropout."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with no_init_weights(), _bounded():
-            model = stock(config).train()
-            model.tie_weights()  # which a model without initial values leaves out
-            return model
-    finally:
-        torch.set_default_dtype(before)
+    with default_dtype(torch.bfloat16), no_init_weights(), _bounded():
+        model = stock(config).train()
+        model.tie_weights()  # which a model without initial values leaves out
+        return model
 
 
 @contextmanager
@@ -194,14 +189,10 @@ def _path_of_blocks(model: nn.Module, number: int) -> str:
         path: each for path, each in model.named_modules() if isinstance(each, nn.ModuleList)
     }
     outer = (path for path in lists if not any(path.startswith(f"{other}.") for other in lists))
-    sizes = {path: _size(lists[path]) for path in outer if len(lists[path]) == number}
+    sizes = {path: sum(p.numel() for p in lists[path].parameters()) for path in outer if len(lists[path]) == number}
     if not sizes:
         raise ValueError(f"its class has no list of {number} blocks")
     return max(sizes, key=lambda path: sizes[path])
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _kinds(blocks: nn.ModuleList, listed: list[str] | None) -> tuple[str, ...]:
@@ -276,7 +267,7 @@ def _traced(whole: Whole, trace: Trace, length: int, rules: Mapping[str, Rule]) 
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if not states:
-                states.append(_states(args, kwargs))
+                states.append(at_place(args, kwargs, states_place(args, kwargs)))
             if kind not in given:
                 divided = [block.get_parameter(cut.name) for cut in cuts(block, rules) if cut.tp_dim is not None]
                 with trace.of(kind, block, (args, kwargs), divided):
@@ -306,11 +297,9 @@ def _traced(whole: Whole, trace: Trace, length: int, rules: Mapping[str, Rule]) 
     return _Pass(trace.seen, states[0], logits.numel(), frozenset(early), frozenset(late))
 
 
-def _states(args: Any, kwargs: Any) -> Tensor:
-    """The hidden states among the arguments of a block."""
-    place = states_place(args, kwargs)
-    states: Tensor = args[place] if isinstance(place, int) else kwargs[place]
-    return states
+def at_place(args: Any, kwargs: Any, place: int | str) -> Tensor:
+    """The argument with a number or a name: a block's hidden states."""
+    return args[place] if isinstance(place, int) else kwargs[place]  # type: ignore[no-any-return]
 
 
 def states_place(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str:
@@ -369,7 +358,7 @@ def _is_default(config: Mapping[str, Any], key: str) -> bool:
 
 
 def ends_of(whole: Whole, early: Collection[str], late: Collection[str]) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the modules outside of blocks with parameters, by path: those of the embedding, and those of the head.
+    """Return the modules outside of blocks with parameters, by path: first of the embedding, then of the head.
 
     They are of the end that they ran in, or else that they stand in.
     """
@@ -416,7 +405,7 @@ def _parameters(block: nn.Module, found: Sequence[Cut]) -> tuple[Parameter, ...]
 def _block_type(
     block: nn.Module, seen: Seen, outputs: tuple[BoundaryTensor, ...], whole: Whole, plan: StockPlan
 ) -> LayerType:
-    """The type of a block, which ranks share out as the plan of its class says."""
+    """The type of a block, which ranks split as the plan of its class says."""
     found, leaving = tuple(cuts(block, plan.rules)), plan.leaving(block)
     counted = replace(seen.counted(outputs[0].features), path=whole.path, **_linear(block))
     made = _layer_type(_parameters(block, found), seen, outputs, counted)
@@ -438,7 +427,7 @@ def _block_type(
 
 
 def _heads(config: Any) -> dict[str, int]:
-    """Every number of heads of a configuration: who shares out heads cuts none."""
+    """Every number of heads of a configuration: whatever splits heads cuts none."""
     of_text = config.get_text_config(decoder=True).to_dict().items()
     return {key: value for key, value in of_text if key.endswith("heads") and type(value) is int and value > 0}
 

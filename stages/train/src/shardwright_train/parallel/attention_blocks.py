@@ -1,7 +1,7 @@
 """Attention of queries to blocks of keys, with log-sum-exps by which results of several blocks are merged.
 
 Kernels that return logarithms are the operators behind `scaled_dot_product_attention` (Rabe and Staats 2021; Dao et
-al. 2022). The gradients of a block follow from the merged output and logarithm alone (Liu et al. 2023).
+al. 2022). The gradients of a block follow from only the merged output and logarithm (Liu et al. 2023).
 """
 
 from dataclasses import dataclass
@@ -198,7 +198,7 @@ class Piece(NamedTuple):
 def joined(key: Tensor, value: Tensor) -> Tensor:
     """Return keys and values [b, kv_heads, k, features] in one tensor, for sending.
 
-    [2, b, kv_heads, k, d] if both have the same features; [1, b, kv_heads, k, those of both] otherwise.
+    [2, b, kv_heads, k, d] if both have the same features; [1, b, kv_heads, k, both features] otherwise.
     """
     if key.shape == value.shape:
         return torch.stack([key, value])

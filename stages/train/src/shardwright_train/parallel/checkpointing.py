@@ -1,21 +1,23 @@
 """Activation recomputation in the backward pass (Chen et al. 2016), for plain and compiled blocks.
 
 Selective recomputation keeps results of matrix products, of attention, and of sums over ranks; of attention whose keys
-go round a ring, the merged result. The result of a product
-that is summed over ranks is not kept: a replay reuses the kept sum, and omits the product. PyTorch's own contexts
-refuse a replay that omits something.
+go round a ring, the merged result. The result of a product that is summed over ranks is not kept: a replay reuses the
+kept sum, and omits the product. PyTorch's own contexts refuse a replay that omits something. Parts of a layer, such as
+a norm, can be recomputed one by one: then their results are freed.
 
 Only a compiled block's computation is compiled; FSDP2's hooks around it are not. What a strategy recomputes or gathers
 again is part of the graph, in which PyTorch restores the random state: parts need no seeds of their own.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -26,10 +28,120 @@ from torch.utils.checkpoint import (
 from shardwright.types import Recompute, RecomputedPart
 from shardwright_train.parallel.attention_blocks import Attended
 from shardwright_train.parallel.collectives import with_transpose
-from shardwright_train.parallel.freed_results import FreedResults, Function
 from shardwright_train.parallel.rng import Randomness
 from shardwright_train.parallel.sharding_rules import Parts
-from shardwright_train.torch_private import TorchDispatchMode, collective_operators, compiled, grouped_product
+from shardwright_train.torch_private import (
+    TorchDispatchMode,
+    collective_operators,
+    compiled,
+    grouped_product,
+    version_of,
+)
+
+# Results that are freed once they have been read, and computed again in the backward pass just before it reads them.
+#
+# Of a part of a layer the forward pass keeps the inputs. What reads its results saves, in place of
+# these, a recipe: the first that asks for one computes the part again, and the part's own backward pass, which comes
+# last, uses what that computed and forgets it. Megatron-LM's output-discarding checkpoints do the same.
+
+
+Function = Callable[..., Sequence[Tensor]]
+
+
+class _Recipe:
+    """How a part's results are computed again, from the inputs that its node in autograd's graph has saved."""
+
+    def __init__(self, function: Function) -> None:
+        self._function = function
+        self._computed: tuple[list[Tensor], Sequence[Tensor]] | None = None
+        self.node: Callable[[], Any]
+
+    def computed(self) -> tuple[list[Tensor], Sequence[Tensor]]:
+        """Return the inputs, as leaves of a graph, and the results."""
+        if self._computed is None:
+            node = self.node()
+            saved = zip(node.saved_tensors, node.needed, strict=True)
+            inputs = [x.detach().requires_grad_(needed) for x, needed in saved]
+            with torch.enable_grad():
+                self._computed = inputs, self._function(*inputs)
+        return self._computed
+
+    def forget(self) -> None:
+        self._computed = None
+
+
+class _Part(torch.autograd.Function):
+    """The results of a part, unchanged, whose backward pass goes through the part computed again."""
+
+    @staticmethod
+    def forward(ctx: Any, recipe: _Recipe, results: Sequence[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*inputs)
+        ctx.recipe, ctx.needed, recipe.node = recipe, ctx.needs_input_grad[2:], weakref.ref(ctx)
+        return tuple(x.detach() for x in results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, results = ctx.recipe.computed()
+        ctx.recipe.forget()
+        # Gradients of parameters are added where they lie.
+        torch.autograd.backward(results, gradients)
+        return None, None, *(x.grad for x in inputs)
+
+
+class _Freed(NamedTuple):
+    """What autograd holds of a result, or of a view of it."""
+
+    recipe: _Recipe
+    number: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: Any
+
+
+class _Result(NamedTuple):
+    recipe: _Recipe
+    number: int
+    version: int
+
+
+class FreedResults:
+    """The results that are freed of one pass through a layer, while it runs; saved tensors are known by storage."""
+
+    def __init__(self) -> None:
+        self._of_storage = weakref.WeakKeyDictionary[Any, _Result]()
+
+    def part(self, function: Function, results: Sequence[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return the results that `function` has of the inputs as results of a part that is computed again."""
+        recipe = _Recipe(function)
+        given: tuple[Tensor, ...] = _Part.apply(recipe, results, *inputs)  # type: ignore[no-untyped-call]
+        for number, x in enumerate(given):
+            self._of_storage[x.untyped_storage()] = _Result(recipe, number, version_of(x))
+        return given
+
+    @contextmanager
+    def freeing(self) -> Iterator[None]:
+        """Save recipes instead of results inside."""
+        with saved_tensors_hooks(self._pack, _unpack):
+            yield
+
+    def _pack(self, x: Tensor) -> Tensor | _Freed:
+        result = self._of_storage.get(x.untyped_storage())
+        if result is None:
+            return x
+        if version_of(x) != result.version:
+            raise RuntimeError("a result that is to be computed again was changed in place")
+        return _Freed(result.recipe, result.number, x.size(), x.stride(), x.storage_offset())
+
+
+def _unpack(kept: Tensor | _Freed) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    _, results = kept.recipe.computed()
+    return results[kept.number].detach().as_strided(kept.size, kept.stride, kept.offset)
+
+
+# What a layer recomputes: all of it, what selective recomputation does not keep, or parts.
+
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, grouped_product)
 _ATTENTION = ("aten::_scaled_dot_product_", "flash_attn::_flash_attn_")
@@ -98,7 +210,7 @@ class KeptResults(TorchDispatchMode):
         return x
 
     def _unread(self, args: Sequence[Tensor]) -> Tensor:
-        """Stand in once for the last product, whose result is not kept: split passes replay it, for its input alone.
+        """Stand in once for the last product, whose result is not kept: split passes replay it only for its input.
 
         A joint pass never replays it: one that would has lost a result that something reads.
         """

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardwright_train.parallel.attention_blocks import Attended, Block, Piece, joined, nothing_attended, parted
 from shardwright_train.parallel.collectives import gather_dim, gathered_again_by, scatter_dim, with_transpose
-from shardwright_train.parallel.process_groups import Travelling, pass_on
+from shardwright_train.parallel.process_groups import pass_on
 
 # Which positions each rank holds, and which of them see which keys.
 
@@ -338,25 +338,15 @@ class RingAttention(ContextAttention):
         sources = [(rank - i) % size for i in range(size)]
         return tuple(_Step(source, self.shares.rectangle(rank, source, self.causal)) for source in sources)
 
-    def positions(self, rank: int) -> Tensor:
-        """A rank's positions in rising order, on the device."""
-        return self._positions[rank]
-
-    def documents_of(self, documents: Tensor, rank: int) -> Tensor:
-        """The numbers of documents [b, s/n] of a rank's positions, in their rising order."""
-        return documents.index_select(1, self._places[rank])
-
-    def pass_on(self, x: Tensor) -> Travelling:
-        """Start sending a tensor to the next rank of the ring, and return the transfer."""
-        return pass_on(x, self.group)
-
     @cached_property
-    def _positions(self) -> tuple[Tensor, ...]:
+    def positions(self) -> tuple[Tensor, ...]:
+        """Each rank's positions in ascending order, on the device."""
         ranks = range(self.shares.size)
         return tuple(torch.tensor(self.shares.positions(rank), device=self.device) for rank in ranks)
 
     @cached_property
-    def _places(self) -> tuple[Tensor, ...]:
+    def places(self) -> tuple[Tensor, ...]:
+        """The places in memory of each rank's positions in ascending order, on the device."""
         ranks = range(self.shares.size)
         return tuple(torch.tensor(self.shares.places(rank), device=self.device) for rank in ranks)
 
@@ -373,7 +363,7 @@ class _Passes:
         """The attention of queries to the keys of all ranks, for the keys and values of this one."""
         here, total, steps = joined(key, value), nothing_attended(query, value.shape[-1]), self.ring.steps
         for left, step in zip(reversed(range(len(steps))), steps, strict=True):
-            arriving = self.ring.pass_on(here) if left else None
+            arriving = pass_on(here, self.ring.group) if left else None
             if step.rectangle is not None:
                 self._piece(step.source, step.rectangle).add(total, query, here)
             here = here if arriving is None else arriving.wait()
@@ -383,16 +373,17 @@ class _Passes:
         """The gradients of queries, and of this rank's keys and values, together."""
         dq, behind, steps = torch.zeros_like(query, dtype=attended.logsumexp.dtype), None, self.ring.steps
         for left, step in zip(reversed(range(len(steps))), steps, strict=True):
-            arriving = self.ring.pass_on(here) if left else None
+            arriving = pass_on(here, self.ring.group) if left else None
             gradients = torch.zeros_like(here, dtype=self.ring.reduce)
             if step.rectangle is not None:
                 piece = self._piece(step.source, step.rectangle)
                 piece.add_gradients(dq, gradients, gradient, query, here, attended)
             if behind is not None:
                 gradients += behind.wait()
-            behind = self.ring.pass_on(gradients)
+            behind = pass_on(gradients, self.ring.group)
             here = here if arriving is None else arriving.wait()
-        return dq.to(query.dtype), _arrived(behind).to(query.dtype)
+        assert behind is not None
+        return dq.to(query.dtype), behind.wait().to(query.dtype)
 
     def _piece(self, source: int, rectangle: Rectangle) -> Piece:
         queries, keys, is_square, is_full = rectangle
@@ -400,9 +391,9 @@ class _Passes:
             return Piece(queries, keys, Block(self.scale, is_causal=is_square))
         me, documents = self.ring.group.rank(), None
         if self.documents is not None:
-            mine, others = (self.ring.documents_of(self.documents, rank) for rank in (me, source))
+            mine, others = (self.documents.index_select(1, self.ring.places[rank]) for rank in (me, source))
             documents = mine[:, queries], others[:, keys]
-        positions = self.ring.positions(me)[queries], self.ring.positions(source)[keys]
+        positions = self.ring.positions[me][queries], self.ring.positions[source][keys]
         return Piece(queries, keys, Block(self.scale, seen=visible(*positions, self.ring.causal, documents)))
 
 
@@ -422,11 +413,6 @@ class _Ring(torch.autograd.Function):
         return dq, dk, dv, None
 
 
-def _arrived(x: Travelling | None) -> Tensor:
-    assert x is not None
-    return x.wait()
-
-
 def _permuted(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
     """Return a tensor with its positions in another order; `back` is the inverse order."""
     return with_transpose(
@@ -434,7 +420,7 @@ def _permuted(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
     )
 
 
-# One device in place of a group, for measurements: its keys and values stand for those of the other ranks.
+# One device in place of a group, for measurements: its keys and values stand for the other ranks'.
 
 
 @dataclass(frozen=True)

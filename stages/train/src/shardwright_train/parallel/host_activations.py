@@ -145,7 +145,7 @@ class _Pass:
     def __init__(self, before: "_Pass | None") -> None:
         self.before = before
         self.fetched: tuple[torch.Event | None] | None = None
-        """The mark behind the copies that come back, until the device has been told to wait for it."""
+        """The mark behind the copies that come back, until the device is to wait for it."""
         self.storages: dict[tuple[int, torch.dtype, int], _Storage] = {}
 
 

@@ -22,7 +22,7 @@ class Groups:
     """The process groups of a plan, or of several plans in one launch; equal groups are created once.
 
     Making a group is collective over the whole world: `prepare` makes all groups a plan needs, in an order that
-    follows from the plan alone, and the look-ups after it never make any.
+    follows only from the plan, and the look-ups after it never make any.
     """
 
     def __init__(self, device_type: str) -> None:

@@ -167,15 +167,11 @@ class RecomputedParts:
         if RecomputedPart.NORMS in self._asked:
             for name, module in self._block.named_modules():
                 if name and "norm" in type(module).__name__.lower():
-                    replace_callable(self._block, name, partial(_freed, self._recomputation))
-
-
-def _freed(recomputation: Recomputation, stock: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    return partial(recomputation.freed, stock)
+                    replace_callable(self._block, name, lambda stock: partial(self._recomputation.freed, stock))
 
 
 def _feed_forward(block: nn.Module, parts: Parts, cut_of: Mapping[str, Cut]) -> list[str]:
-    """Return the names of the products of a block's feed-forward part in order, those of experts left out; or none."""
+    """Return the names of the products of a block's feed-forward part in order, without experts'; or none."""
     names: list[str] = []
     for name, module in block.named_modules():
         if isinstance(module, nn.Linear | Conv1D) and not any(name.startswith(f"{other}.") for other in names):
@@ -200,11 +196,7 @@ def _attend_by(module: Any, between: Between) -> None:
     # `seen` is what the kernel reads: the stock module, as it was.
     seen, module.config = copy(module), copy(module.config)
     module.config._attn_implementation = FREED_ATTENTION
-    module.freed_attention = between.last(partial(_of_seen, kernel, seen), read=3)
-
-
-def _of_seen(kernel: Callable[..., Any], seen: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return kernel(seen, *args, **kwargs)
+    module.freed_attention = between.last(partial(kernel, seen), read=3)
 
 
 def _attention(module: Any, *args: Any, **kwargs: Any) -> Any:

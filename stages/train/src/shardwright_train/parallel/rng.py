@@ -32,7 +32,7 @@ class Randomness:
     """The random numbers of one layer (embedding, block or head) on this rank.
 
     Each pass of a microbatch starts from a seed of its own, so that a recomputed pass draws the same numbers again.
-    Ranks that hold copies of the activations (`holder`: those of a tensor-parallel group without sequence parallelism)
+    Ranks that hold copies of the activations (`holder`: ranks of a tensor-parallel group without sequence parallelism)
     share the seed; between `inside` and `outside`, where each has its own heads and features, they draw apart.
     """
 

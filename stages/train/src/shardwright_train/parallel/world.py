@@ -133,7 +133,7 @@ class World(Channel):
 def joined_world(device_type: str, timeout_s: float = START_UP_S) -> Iterator[World]:
     """Join the process group that the launcher's environment names, with the collectives of the device type.
 
-    `timeout_s` bounds the joining and every collective, those of groups that are made later as well. An error that the
+    `timeout_s` bounds the joining and every collective, also of groups that are made later. An error that the
     world is left with is noted for the launcher.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -30,13 +30,11 @@ from shardwright_train.parallel.experts import ExpertOrder
 from shardwright_train.parallel.fused import fuse
 from shardwright_train.parallel.host_activations import HostActivations
 from shardwright_train.parallel.low_rank import low_rank_rules
-from shardwright_train.parallel.parallelize import ModuleStyle, ParallelModule, Sharing, parallelize
+from shardwright_train.parallel.parallelize import ModuleStyle, ParallelModule, Sharing, WeightProducts, parallelize
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.rng import Randomness, RNGKey
-from shardwright_train.parallel.sequence import SHARED_ATTENTION
 from shardwright_train.parallel.sharding_rules import BUFFER
-from shardwright_train.parallel.tensor import TensorParallel, share_of
-from shardwright_train.parallel.weight_products import WeightProducts
+from shardwright_train.parallel.tensor import SHARED_ATTENTION, TensorParallel, share_of
 from shardwright_train.torch_private import end_of_weight_pass, storage_key, tree_leaves
 
 
@@ -203,8 +201,8 @@ class Layer:
 
     def make_weight_gradients(self, last: bool) -> None:
         """Make the gradients that the oldest backward pass has left; the step's last ones are reduced at once."""
-        if self.parallel.products is not None:
-            self.parallel.products.make()
+        if (products := self.parallel.style.products) is not None:
+            products.make()
         for unit in self.parallel.units:
             end_of_weight_pass(unit.module, reduces=last and unit.gradient_all_reduce is None)
         self.start_reductions()
@@ -217,7 +215,7 @@ class Layer:
         """Run the layer on its layout's part of a microbatch; the head returns the loss."""
         states = tuple(x if move is None else move(x) for x, move in zip(states, self.redistributions, strict=False))
         batch = {name: x[self.samples] for name, x in batch.items()}
-        differentiates = torch.is_grad_enabled() and self.parallel.has_backward
+        differentiates = torch.is_grad_enabled() and self.parallel.style.has_backward
         if differentiates and not any(x.requires_grad for x in states):
             # FSDP2 and recomputation hook into the gradient of an input: the first trained layer needs one, too.
             states = tuple(x.detach().requires_grad_() for x in states)

@@ -210,8 +210,8 @@ class Messages:
     def send_after_the_last(self, tensors: Sequence[Tensor], action: Action) -> None:
         """Send outputs; if no later message shows that they were received, then wait for all earlier sends.
 
-        In forward passes alone the neighbours have begun to receive these: no rank is two actions ahead of the next.
-        In a V the same neighbour sends outputs, too.
+        If there are only forward passes, the neighbours have begun to receive these: no rank is two actions ahead of
+        the next. In a V the same neighbour sends outputs, too.
         """
         port = self.pipeline.outgoing[action.kind, action.chunk]
         coming = (other for (kind, _), other in self.pipeline.incoming.items() if kind is Pass.FORWARD)

@@ -148,7 +148,7 @@ class StepHook(Protocol):
         """Record an event, in the pass of a microbatch through a chunk or outside of passes."""
 
 
-def no_hook(name: str, at: MicrobatchChunk | None = None) -> None:
+def no_hook(*_: object, **__: object) -> None:
     """Do nothing."""
 
 
@@ -170,11 +170,11 @@ class Step:
     loss_scale: float = 1.0
 
     @classmethod
-    def of_batch(cls, batch: Batch, share: BatchShare, seed: int = 0, number: int = 1) -> "Step":
+    def of_batch(cls, batch: Batch, share: BatchShare, number: int = 1) -> "Step":
         """A step on a global batch that every rank has."""
         further = further_labels(batch, share.depths).unbind(-1) if share.depths else ()
         counted, *others = (int((labels != IGNORED).sum().item()) for labels in (batch["labels"], *further))
-        return cls(share.part_of(batch), counted, tuple(others), seed=seed, number=number)
+        return cls(share.part_of(batch), counted, tuple(others), number=number)
 
 
 class ForwardHook(Protocol):
@@ -417,7 +417,7 @@ def run_forward(stage: Stage, pipeline: Pipeline, batch: Batch) -> Tensor:
             messages.expect(following)
         states = tuple(messages.received(action))
         microbatch = microbatches.masked(microbatches.taken_by(action), action)
-        output = chunk(states, microbatch, _NOTHING_IS_DRAWN, _no_hook, _no_hook, _no_hook)
+        output = chunk(states, microbatch, _NOTHING_IS_DRAWN, no_hook, no_hook, no_hook)
         if (action.kind, action.chunk) in pipeline.outgoing:
             messages.send_after_the_last(output, action)
         else:
@@ -436,7 +436,3 @@ def _parts(stage: Stage, action: Action, loss: Tensor, microbatch: Batch) -> Ten
     axes = axes_of(head.strategy)
     loss = loss.reshape(-1)[0].double()  # of further tokens none is reported
     return torch.stack([loss / axes.dense.tensor.size, counted / axes.layout.sample_ranks])
-
-
-def _no_hook(*_: object) -> None:
-    """Do nothing: evaluations time no events and have no auxiliary loss."""

@@ -111,7 +111,7 @@ def scalars(metrics: StepMetrics, prediction: Prediction | None) -> dict[str, fl
 
 
 def _open_tensorboard(run: RunNames) -> Logger:
-    """Write event files in `OUT/tensorboard`; they replace those of an earlier process's steps that run again."""
+    """Write event files in `OUT/tensorboard`; they replace what an earlier process wrote of steps that run again."""
     from torch.utils.tensorboard import SummaryWriter
 
     folder = run.out / "tensorboard"

@@ -1,21 +1,22 @@
-"""Training with a plan: steps, metrics, checkpoints, and an orderly stop."""
+"""Training with a plan: steps, metrics, checkpoints, evaluations, and an orderly stop."""
 
 import math
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
 import msgspec
+import torch
 import torch.distributed as dist
 
-from shardwright.io import RunFailed, Stopped, read_document, remove_temporaries, write_document
-from shardwright.types import BestCheckpoint, Plan, RunResult
+from shardwright.io import RunFailed, Stopped, read_document, remove_temporaries, sha256_of_value, write_document
+from shardwright.types import BestCheckpoint, Evaluation, Plan, RunResult
 from shardwright_train.checkpoints.choice import check_shared, checkpoint_to_resume
 from shardwright_train.checkpoints.folders import (
     METRICS,
@@ -26,13 +27,11 @@ from shardwright_train.checkpoints.folders import (
     folder_of_run,
     folder_of_step,
 )
-from shardwright_train.checkpoints.saver import Saver
-from shardwright_train.checkpoints.tensors import read_tensors, total_bytes
+from shardwright_train.checkpoints.tensors import Saver, read_tensors, total_bytes
 from shardwright_train.data.document_pairs import document_warnings
 from shardwright_train.data.objectives import Batches, RandomBatches, TextBatches
-from shardwright_train.data.share import on_host, read_ahead
-from shardwright_train.data.split import Split, SplitPart
-from shardwright_train.determinism import deterministic
+from shardwright_train.data.sampling import Split, SplitPart
+from shardwright_train.data.share import Batch, BatchShare, on_host, read_ahead
 from shardwright_train.engine.engine import Engine, build_engine, say_compiled
 from shardwright_train.engine.learning_rate import Hyperparameters, LearningRateFactor
 from shardwright_train.engine.optimizer import StepOutcome
@@ -40,16 +39,133 @@ from shardwright_train.models.attention_kernels import check_kernels, settle_att
 from shardwright_train.models.base import family_of
 from shardwright_train.options import RunJob, RunOptions
 from shardwright_train.parallel.process_groups import Groups
+from shardwright_train.parallel.vocab import IGNORED
 from shardwright_train.parallel.world import World, check_device
 from shardwright_train.pipeline.layer import RankContext
-from shardwright_train.pipeline.runner import Step
-from shardwright_train.training.evaluation import Evaluator, ValidationData, best_so_far, better, open_validation
+from shardwright_train.pipeline.runner import Step, evaluating, run_forward
+from shardwright_train.start import deterministic
 from shardwright_train.training.loggers import Loggers, RunNames, open_loggers
-from shardwright_train.training.memory import lack_of_memory_explained, prediction_of, say_mask_memory, try_stages
 from shardwright_train.training.metrics import LOAD, LoadLog, Metrics, StepReports
-from shardwright_train.training.nonfinite import LossScale, first_nonfinite
-from shardwright_train.training.stopping import DONE, NOTE, Due, Grace, asked_to_stop, stop_note
+from shardwright_train.training.stopping import (
+    DONE,
+    NOTE,
+    Due,
+    Grace,
+    LossScale,
+    asked_to_stop,
+    first_nonfinite,
+    lack_of_memory_explained,
+    mask_memory,
+    prediction_of,
+    stop_note,
+    try_stages,
+)
 from shardwright_train.weights.reading import Weights, open_weights
+
+# Validation: the loss on held-out data, under the training plan.
+
+
+_SEED = 0
+"""Seed of random draws in an evaluation, such as masked tokens, equal for every run."""
+_MAX_PERPLEXITY = 1e15
+
+
+@dataclass(frozen=True)
+class ValidationData:
+    """The validation data of a run."""
+
+    batches: Batches
+    samples: int
+    """Number of samples to evaluate on, the first of the split; padding of the last global batch does not count."""
+
+    @property
+    def sha256(self) -> str:
+        """The identity of the evaluation data: losses on other data are not comparable."""
+        return sha256_of_value([self.batches.sha256, self.samples])
+
+    def read(self, number: int, share: BatchShare) -> Batch:
+        """A rank's share of a global batch, numbered from 0; labels past the last sample are IGNORED."""
+        first = number * share.global_samples
+        batch = self.batches.read(first, share)
+        if "labels" not in batch:
+            return batch
+        beyond = torch.from_numpy(first + share.rows >= self.samples)
+        labels = batch["labels"]
+        return batch | {"labels": labels.masked_fill(beyond.view(-1, *[1] * (labels.dim() - 1)), IGNORED)}
+
+
+def open_validation(job: RunOptions, plan: Plan) -> ValidationData | None:
+    """The validation data of a run, or None; raises BadInput if evaluation is impossible."""
+    objective = family_of(plan.model, job.plan).trained_on(plan.model, job.objective, job.loss_on)
+    if job.valid_data is not None:
+        batches: Batches = objective.open(job.valid_data, _SEED, boundaries=job.boundaries)
+    elif job.valid_fraction:
+        batches = objective.open(job.data, _SEED, SplitPart(Split.VALID, job.fractions), job.boundaries)
+    else:
+        return None
+    return ValidationData(batches, min(job.eval_samples or batches.per_epoch, batches.per_epoch))
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """An evaluator of an engine's weights; collective over the world."""
+
+    engine: Engine
+    data: ValidationData
+    world: World
+
+    def evaluate(self, step: int, stops: Callable[[], bool] = lambda: False) -> Evaluation | None:
+        """Return the mean loss over all labels, without ignored positions, after a step; None if a rank wants to stop.
+
+        Parameters, gradients, moments and random states are left as they are. Raises RunFailed on all ranks if the
+        loss is not a number or no label counts.
+        """
+        began, totals, stage = time.monotonic(), [0.0, 0.0], self.engine.stage
+        self.engine.late.flush()
+        share, device = stage.context.share, self.world.device
+        numbers = range(-(-self.data.samples // share.global_samples))
+
+        def read(number: int) -> Batch:
+            return on_host(self.data.read(number, share), device)
+
+        with evaluating(stage), read_ahead(read, numbers) as ready:
+            for number, batch in zip(numbers, ready, strict=True):
+                self.world.heartbeat.begin(f"in the evaluation after step {step}, batch {number + 1}")
+                sums = run_forward(stage, self.engine.pipeline, batch)
+                shared = torch.cat([sums, sums.new_full((1,), float(stops()))])
+                dist.all_reduce(shared)
+                *parts, stopped = shared.tolist()
+                if stopped:
+                    return None
+                totals = [total + part for total, part in zip(totals, parts, strict=True)]
+        loss, labels = totals[0] / totals[1] if totals[1] else math.nan, round(totals[1])
+        if not math.isfinite(loss):
+            raise RunFailed(f"evaluation after step {step}: loss {loss} over {labels} labels")
+        is_text = isinstance(self.data.batches, TextBatches)
+        return Evaluation(
+            loss=loss,
+            perplexity=math.exp(loss) if is_text and loss < math.log(_MAX_PERPLEXITY) else None,
+            labels=labels,
+            samples=self.data.samples,
+            time_s=time.monotonic() - began,
+        )
+
+
+def better(best: Best | None, evaluation: Evaluation | None, step: int, data: ValidationData) -> Best | None:
+    """The lowest loss so far, an evaluation after a step included."""
+    if evaluation is None or (best is not None and best.loss <= evaluation.loss):
+        return best
+    return Best(step=step, loss=evaluation.loss, data_sha256=data.sha256)
+
+
+def best_so_far(job: RunOptions, saved: Best | None, data: ValidationData | None) -> Best | None:
+    """The lowest loss from which a run continues; None if not requested, or for other data."""
+    if saved is None or data is None or not job.keep_best:
+        return None
+    return saved if saved.data_sha256 == data.sha256 else None
+
+
+# The run.
 
 
 @dataclass(frozen=True)
@@ -71,7 +187,7 @@ class _Run:
 
     @property
     def tries(self) -> bool:
-        """Return whether pipeline stages are tried alone before the first step."""
+        """Return whether each pipeline stage is tried by itself before the first step."""
         return self.job.trial and len(self.plan.stages) > 1
 
     def evaluates_after(self, step: int) -> bool:
@@ -116,8 +232,8 @@ def _train(job: RunJob, world: World) -> None:
     before = Progress.begin(loss_scale.value) if resumed is None else resumed.progress(length)
     engine = _engine(job, plan, world, attention, before.updates, resumed is not None, weights)
     if job.reset_attention_mask and world.rank == 0:
-        say_mask_memory(job.plan, engine.stage.context)
-        for line in document_warnings(plan, batches):
+        masks = mask_memory(engine.stage.context, prediction_of(job.plan, plan))
+        for line in (masks, *document_warnings(plan, batches)):
             print(f"warning: {line}", file=sys.stderr, flush=True)
     if resumed is not None:
         read_tensors(resumed.folder, engine.tensors(), engine.expert_orders())
@@ -197,18 +313,12 @@ def _engine(
         resumes=resumes,
         weights=weights,
     )
+    asked = msgspec.structs.asdict(job) | {
+        "learning_rate_factors": tuple(map(LearningRateFactor.parse, job.learning_rate_factor)),
+        "learning_rate_schedule": job.schedule,
+    }
     settings = Hyperparameters(
-        learning_rate=job.learning_rate,
-        warmup_steps=job.warmup_steps,
-        steps=job.steps,
-        weight_decay=job.weight_decay,
-        clip_norm=job.clip_norm,
-        decay_norms_and_biases=job.decay_norms_and_biases,
-        learning_rate_factors=tuple(map(LearningRateFactor.parse, job.learning_rate_factor)),
-        learning_rate_schedule=job.schedule,
-        router_bias_update_rate=job.router_bias_update_rate,
-        final_fraction=job.final_fraction,
-        decay_fraction=job.decay_fraction,
+        **{each.name: asked[each.name] for each in fields(Hyperparameters) if each.name in asked}
     )
     return build_engine(context, settings, updates)
 

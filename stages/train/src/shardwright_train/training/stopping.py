@@ -1,14 +1,32 @@
-"""Orderly stops: signals, time limits, when saves and stops are due, and the note that a stop leaves."""
+"""What ends a run before its last step: signals and time limits, numbers that are not finite, and too little memory."""
 
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
+from itertools import chain, count
+from pathlib import Path
 
-from shardwright.types import StopNote
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwright.io import OutOfMemory, read_document
+from shardwright.launch.backend import on_accelerator
+from shardwright.types import EMBEDDING, GIB, HEAD, MIB, Plan, Prediction, StagePrediction, StopNote
+from shardwright_train.engine.engine import Engine
+from shardwright_train.parallel.data import local_tensor
+from shardwright_train.parallel.world import World, out_of_memory_said
+from shardwright_train.pipeline.layer import RankContext
+from shardwright_train.pipeline.runner import Step, mask_bytes
+from shardwright_train.torch_private import tree_leaves
+
+# Orderly stops: signals, time limits, when saves and stops are due, and the note that a stop leaves.
+
 
 NOTE, DONE = "STOPPED.json", "DONE.json"
 """Names of the final notes of a stopped and of a finished run."""
@@ -89,3 +107,196 @@ class Due:
     def saved(self) -> "Due":
         """Return the schedule after a checkpoint saved now."""
         return replace(self, saved_s=time.monotonic())
+
+
+# Non-finite numbers: the dynamic loss scale that avoids them in float16, and the search for their origin.
+#
+# The loss is multiplied by a scale S before the backward pass and gradients are divided by S after it, so that small
+# gradients do not underflow (Micikevicius et al. 2018). S is halved after an overflow, and doubled after 2000 steps
+# without one.
+
+
+_START = 2.0**16
+_GROWTH_STEPS = 2000
+_FACTOR = 2.0
+_MIN_SCALE = 1.0
+# Forward finds come before those of the backward pass, then earlier microbatches, then lower layers, then ranks.
+_Find = tuple[int, int, int, int, str]
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """The factor by which the loss is multiplied before the backward pass."""
+
+    value: float = 1.0
+    fixed: bool = True
+    steps_without_overflow: int = 0
+
+    @classmethod
+    def for_compute(cls, dtype: str) -> "LossScale":
+        """The initial scale for a dtype: float16 starts at 2^16 and adapts; other formats need none."""
+        return cls(_START, fixed=False) if dtype == "float16" else cls()
+
+    @property
+    def can_fall(self) -> bool:
+        """Return whether an overflow may come from the loss scale; at 1 it comes from the model."""
+        return not self.fixed and self.value > _MIN_SCALE
+
+    def after(self, overflowed: bool) -> "LossScale":
+        """The scale of the next step: halved after an overflow, doubled after 2000 steps without one."""
+        if self.fixed:
+            return self
+        if overflowed:
+            return LossScale(self.value / _FACTOR, fixed=False)
+        steps = self.steps_without_overflow + 1
+        if steps == _GROWTH_STEPS:
+            return LossScale(self.value * _FACTOR, fixed=False)
+        return LossScale(self.value, fixed=False, steps_without_overflow=steps)
+
+
+def first_nonfinite(engine: Engine, step: Step, world: World) -> str:
+    """Run a step again, checking every layer's output and gradients, and return where the first non-finite value is.
+
+    Collective over the world; the parameters are as they were, for such a step updates nothing.
+    """
+    finds: list[_Find] = []
+    rank = world.rank
+
+    def find_in_output(name: str, calls: Iterator[int], _module: nn.Module, _args: object, output: object) -> None:
+        microbatch = next(calls)
+        if not _finite(output):
+            place = f"in the output of {name} on rank {rank}, microbatch {microbatch}"
+            finds.append((0, microbatch, _position(name), rank, place))
+
+    layers = engine.stage.layers
+    hooks = [layer.module.register_forward_hook(partial(find_in_output, layer.name, count())) for layer in layers]
+    engine.forward_backward(step)
+    for hook in hooks:
+        hook.remove()
+    for layer in layers:
+        for name, parameter in layer.parallel.parameters.items():
+            if parameter.grad is not None and not _finite(local_tensor(parameter.grad)):
+                # The backward pass comes from the head and meets the lowest layer last.
+                place = f"in the gradient of {layer.name}'s {name} on rank {rank}"
+                finds.append((1, 0, -_position(layer.name), rank, place))
+            parameter.grad = None
+    known = list(chain.from_iterable(world.all_say(sorted(finds)[:1], list[_Find])))
+    return f"first {min(known)[-1]}" if known else "and not again when the step was repeated"
+
+
+def _finite(values: object) -> bool:
+    # Detached, so that no graph is kept: a replay would otherwise go on to what selective recomputation left out.
+    return all(bool(torch.isfinite(x.detach()).all()) for x in tree_leaves(values) if isinstance(x, Tensor))
+
+
+def _position(layer: str) -> int:
+    if layer == EMBEDDING:
+        return -1
+    return 1 << 30 if layer == HEAD else int(layer[len("layers[") : -1])
+
+
+# Device memory of a run: a trial before the first step, masks that plans do not count, and out-of-memory reports.
+
+
+_STATES = ("parameters", "gradients", "optimizer")
+
+
+@contextmanager
+def lack_of_memory_explained(file: Path, plan: Plan, engine: Engine) -> Iterator[None]:
+    """Raise PyTorch's out-of-memory error as OutOfMemory, with a one-line explanation.
+
+    `file` is the plan's; the prediction is searched next to it.
+    """
+    try:
+        with out_of_memory_said():
+            yield
+    except OutOfMemory as error:
+        resident = _resident(engine)
+        needed = sum(resident.values()) + (error.asked_bytes or 0)
+        report = f"{error.asked_bytes / GIB:.2f} GiB requested" if error.asked_bytes else str(error).split(". ")[0]
+        report += f"; held {_sizes_text(resident)}"
+        prediction = prediction_of(file, plan)
+        if prediction is None:
+            report += "; there is no prediction next to the plan"
+        else:
+            stage = prediction.estimate.stages[engine.stage.context.stage_index]
+            alternative = _fitting_plan(prediction, stage, needed, plan, file)
+            report += f", predicted {_sizes_text(_by_category(stage))}; {alternative}"
+        raise OutOfMemory(report, asked_bytes=error.asked_bytes) from None
+
+
+def _resident(engine: Engine) -> dict[str, int]:
+    """Return the bytes on this rank's device by category, the rest of PyTorch's memory last."""
+    device, optimizer = engine.stage.context.device, engine.optimizer
+    sizes = optimizer.parameter_bytes, optimizer.gradient_bytes, optimizer.state_bytes
+    resident = dict(zip(_STATES, sizes, strict=True))
+    in_all = torch.accelerator.memory_allocated(device) if on_accelerator(device) else 0
+    return resident | {"others": max(0, in_all - sum(resident.values()))}
+
+
+def _by_category(stage: StagePrediction) -> dict[str, int]:
+    states = {name: stage.memory_terms_bytes.get(name, 0) for name in _STATES}
+    return states | {"others": stage.memory_bytes - sum(states.values())}
+
+
+def _sizes_text(sizes_bytes: Mapping[str, int]) -> str:
+    parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in sizes_bytes.items())
+    return f"{sum(sizes_bytes.values()) / GIB:.2f} GiB ({parts})"
+
+
+def prediction_of(file: Path, plan: Plan) -> Prediction | None:
+    """Return the prediction next to a plan's file, if it exists and is of this plan."""
+    prediction_file = file.with_suffix(".prediction.json")
+    prediction = read_document(prediction_file, Prediction) if prediction_file.is_file() else None
+    return prediction if prediction is not None and prediction.plan_sha256 == plan.sha256 else None
+
+
+def _fitting_plan(prediction: Prediction, stage: StagePrediction, needed: int, plan: Plan, file: Path) -> str:
+    """Return, in words, the best runner-up that fits even if it exceeds its prediction as much as this plan did."""
+    factor = max(1.0, needed / stage.memory_bytes)
+    room = min(node.memory_bytes for node in plan.cluster.node_types.values())
+    for number, runner_up in enumerate(prediction.runners_up, start=1):
+        memory, step_s = runner_up.estimate.memory_bytes, runner_up.estimate.simulated_step_time_s
+        is_smaller = memory < prediction.estimate.memory_bytes and memory * factor <= room
+        if is_smaller and runner_up.plan.sha256 != plan.sha256:
+            where = f"runner-up {number} ({runner_up.plan.name}) of {file.with_suffix('.prediction.json')}"
+            return f"{where} fits: predicted {memory / GIB:.2f} GiB, {step_s:.4g} s a step"
+    if not prediction.runners_up:
+        return "search with --runners-up, which names plans that may fit, or with a lower memory_gib"
+    return "none of its runners-up would fit: search with a lower memory_gib"
+
+
+def mask_memory(context: RankContext, prediction: Prediction | None) -> str:
+    """A warning of how much memory masks take beyond the prediction, for the rank with the least left."""
+    sizes = []
+    for rank in range(context.plan.world_size):
+        there = replace(context, rank=rank)
+        masks, device = mask_bytes(there), there.plan.cluster.of_rank(rank).memory_bytes
+        predicted = 0 if prediction is None else prediction.estimate.stages[there.stage_index].memory_bytes
+        sizes.append((device - predicted - masks, rank, masks, predicted, device))
+    left, rank, masks, predicted, device = min(sizes)
+    masks_text = f"masks take {masks / MIB:.1f} MiB of rank {rank}, which its plan does not count"
+    if prediction is not None:
+        total = f"{(predicted + masks) / MIB:.1f} MiB with the {predicted / MIB:.1f} predicted"
+        fits = "of" if left >= 0 else f"{-left / MIB:.1f} more than the"
+        masks_text += f": {total}, {fits} {device / MIB:.1f} of its device"
+    return f"--reset-attention-mask: {masks_text}"
+
+
+def try_stages(engine: Engine, step: Step, world: World, group: dist.ProcessGroup, file: Path) -> None:
+    """Run each pipeline stage by itself on a step's samples, all at the same time.
+
+    Leaves no gradients, and prints the result.
+    `group` is one of all ranks, `file` the plan's. Raises OutOfMemory if a device has too little memory.
+    """
+    plan = engine.stage.context.plan
+    world.heartbeat.begin("while each pipeline stage is tried alone")
+    began = time.monotonic()
+    with lack_of_memory_explained(file, plan, engine):
+        tried = engine.try_alone(step)
+    dist.barrier(group=group)
+    if world.rank == 0:
+        compiled = ", blocks compiled in it" if plan.compile else ""
+        microbatches = f"{tried} of {plan.num_microbatches} microbatches in the first{compiled}"
+        took = f"{time.monotonic() - began:.1f} s, {microbatches}"
+        print(f"tried each pipeline stage alone: {took} (--no-trial leaves it out)", file=sys.stderr, flush=True)

@@ -25,7 +25,6 @@ from shardwright_train.models.base import Family, family_of
 from shardwright_train.models.configuration import keys_of
 from shardwright_train.options import ConvertOptions
 from shardwright_train.parallel.data import torch_dtype
-from shardwright_train.weights.adapter import write_adapter
 from shardwright_train.weights.reading import (
     CONFIG,
     INDEX,
@@ -34,6 +33,7 @@ from shardwright_train.weights.reading import (
     refuse_code,
     source_of_name,
     stored_names,
+    write_adapter,
 )
 from shardwright_train.weights.stored import (
     Source,
@@ -192,7 +192,7 @@ def _write_tensors(folder: Path, checkpoint: Path, parameters: Sequence[_Exporte
         _read(checkpoint, (*windows, wholes))
         tensors |= {one.name: wholes[next(iter(one.saved_shapes))][one.place] for one in part if one.place}
         save_file(tensors, folder / file, {"format": "pt"})
-        shutil.copymode(folder / CONFIG, folder / file)  # safetensors leaves it to its owner alone
+        shutil.copymode(folder / CONFIG, folder / file)  # safetensors leaves it readable only for its owner
         sync_path(folder / file)
     if split.is_sharded:
         _write_json(folder / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})

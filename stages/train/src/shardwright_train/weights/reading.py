@@ -1,46 +1,162 @@
 """Initial weights from a folder of config.json and safetensors; nothing outside the folder is read.
 
 Its tensors are matched with the parameters of a plan's model; of each, a rank reads the part that it holds and no more.
+Low-rank matrices come from a folder of peft, which is written here, too.
 """
 
+import json
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from msgspec import UNSET
 from msgspec.structs import replace
-from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, rename_source_key
 
-from shardwright.io import BadInput, check_regular, read_object, sha256_of_file, sha256_of_value
+from shardwright.io import BadInput, check_regular, read_object, sha256_of_file, sha256_of_value, sync_path
+from shardwright.models.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter
 from shardwright.models.alike import QUANTIZED, read_configuration
 from shardwright.models.alike import read_config as read_keys_of
 from shardwright.models.config_keys import without_notes
+from shardwright.models.low_rank import SECOND, adapter_config
 from shardwright.models.mtp import DEPTHS_KEY, mtp_depth, without_mtp
 from shardwright.plan.layout import Box
-from shardwright.types import HEAD, Model
+from shardwright.types import EMBEDDING, HEAD, LOW_RANK, Model, Parameter
+from shardwright_train.checkpoints.tensors import read_tensors, saved_dtypes
 from shardwright_train.models.base import Family
 from shardwright_train.models.configuration import check_only
+from shardwright_train.parallel.data import torch_dtype
 from shardwright_train.parallel.world import World
-from shardwright_train.weights.adapter import AdapterTensor, open_adapter
-from shardwright_train.weights.quantized import Stored, with_values
 from shardwright_train.weights.stored import (
+    AGAIN,
     FLOATS,
     Pieces,
     Source,
+    Stored,
     header,
+    opened,
     piece_shape,
     row_ranges,
     source_of,
     stacked_shape,
     tensors_of_files,
+    with_values,
 )
+
+# The low-rank matrices of a folder of peft (adapter_config.json and safetensors), read and written.
+
+
+PREFIX = "base_model.model."
+"""What peft puts before the stock model's names of modules."""
+_FOR_ADAPTER = "describe the model with --lora from this folder, and plan for that"
+
+
+class AdapterTensor(NamedTuple):
+    """A low-rank matrix in a file, and the parameter that it fills."""
+
+    stored: Stored
+    parameter: Parameter
+
+    def read(self, window: Tensor, box: Box) -> None:
+        """Fill a tensor with the part `box` of the parameter; raise BadInput if the file has changed since."""
+        with opened(self.stored.file, self.stored.key) as held:
+            values = from_file(held.get_tensor(self.stored.key), self.parameter)
+            window.copy_(values[tuple(slice(low, high) for low, high in box)])
+
+
+def open_adapter(folder: Path, model: Model, family: Family) -> dict[str, AdapterTensor]:
+    """Match the low-rank matrices of a folder with an adapted model's, by their full names.
+
+    Raises BadInput in one line if they are others: by name, shape, format, scaling, or another file than the model
+    was described with.
+    """
+    if model.low_rank is UNSET:
+        raise BadInput(folder, "the plan's model has no low-rank matrices", _FOR_ADAPTER)
+    if not (file := folder / ADAPTER_WEIGHTS).is_file():
+        raise BadInput(folder, f"has no {ADAPTER_WEIGHTS}", "pass a folder that peft or `convert` wrote")
+    _check_adapter(folder, model)
+    stored, found = header(file), dict[str, AdapterTensor]()
+    for name, parameter in low_rank_parameters(model, family):
+        if (tensor := stored.pop(f"{PREFIX}{name}", None)) is None:
+            raise BadInput(file, f"{PREFIX}{name} is missing, but the plan's model trains it", _FOR_ADAPTER)
+        shape = tuple(as_in_file(torch.empty(parameter.shape, device="meta"), parameter).shape)
+        if tensor.shape != shape or tensor.dtype not in FLOATS:
+            held, wanted = f"{list(tensor.shape)} of {tensor.dtype}", f"{list(shape)} of {', '.join(FLOATS)}"
+            raise BadInput(file, f"{tensor.key} is {held}, but the plan's model has {wanted}", _FOR_ADAPTER)
+        found[name] = AdapterTensor(tensor, parameter)
+    others = [key for key in stored if not family.may_lack(model, key.removeprefix(PREFIX))]
+    if others:
+        raise BadInput(file, f"{others[0]} is not a parameter that the plan's model trains", _FOR_ADAPTER)
+    return found
+
+
+def _check_adapter(folder: Path, model: Model) -> None:
+    """Raise BadInput if an adapter's scaling or weights differ from those the model was described with."""
+    (given, *_), file, wanted = *read_adapter(folder), model.low_rank
+    assert wanted is not UNSET
+    kept = {name: getattr(wanted, name) for name in ("targets", "starts_at_zero", "alphas")}
+    if wanted.weights_sha256 not in (UNSET, given.weights_sha256):
+        raise BadInput(folder / ADAPTER_WEIGHTS, "is not the adapter that the model was described with", _FOR_ADAPTER)
+    if replace(given, **kept, weights_sha256=wanted.weights_sha256) != wanted:
+        raise BadInput(file, "r, lora_alpha or use_rslora differs from the plan's model", _FOR_ADAPTER)
+
+
+def low_rank_parameters(model: Model, family: Family) -> Iterator[tuple[str, Parameter]]:
+    """Yield all low-rank matrices by their full names."""
+    for layer in (EMBEDDING, *(f"layers[{number}]" for number in range(len(model.layers))), HEAD):
+        for parameter in model.type_of(layer).parameters:
+            if LOW_RANK in parameter.name:
+                yield family.full_name(model, layer, parameter.name), parameter
+
+
+def as_in_file(values: Tensor, parameter: Parameter) -> Tensor:
+    """Return a low-rank matrix in peft's form: [rows, columns], with all experts' matrices in one.
+
+    A of experts is [experts x rank, inputs], B is [outputs, rank x experts].
+    """
+    if parameter.ep_dim is not UNSET and parameter.name.endswith(SECOND):
+        return values.flatten(1, -2).permute(1, 2, 0).flatten(1)
+    return values.flatten(0, -2)
+
+
+def from_file(values: Tensor, parameter: Parameter) -> Tensor:
+    """A low-rank matrix of peft in the described shape."""
+    if parameter.ep_dim is not UNSET and parameter.name.endswith(SECOND):
+        experts, *_, rank = parameter.shape
+        values = values.unflatten(1, (rank, experts)).permute(2, 0, 1)
+    return values.reshape(parameter.shape)
+
+
+def write_adapter(folder: Path, checkpoint: Path, model: Model, family: Family, dtype: str | None) -> None:
+    """Write the low-rank matrices of a checkpoint into a folder, in a format or as they were saved."""
+    config = adapter_config(model)
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    saved, parameters = saved_dtypes(checkpoint), dict(low_rank_parameters(model, family))
+    tensors = {
+        name: torch.empty(parameter.shape, dtype=saved[name] if dtype is None else torch_dtype(dtype))
+        for name, parameter in parameters.items()
+    }
+    read_tensors(checkpoint, dict(tensors))
+    in_files = {f"{PREFIX}{name}": as_in_file(x, parameters[name]).contiguous() for name, x in tensors.items()}
+    save_file(in_files, folder / ADAPTER_WEIGHTS, {"format": "pt"})
+    shutil.copymode(
+        folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS
+    )  # safetensors leaves it readable only for its owner
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        sync_path(folder / name)
+
+
+# The folder of a whole model.
+
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -48,7 +164,6 @@ INDEX = "model.safetensors.index.json"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}\.safetensors")
 _MAX_FILE = 2**60
 _SHOWN = 8
-_AGAIN = "fetch the folder again"
 _FREE = re.compile(r"(initializer|summary|pooler|output)_.*|.*_token_id|use_cache|pretraining_tp|.*dropout.*")
 """Keys of a configuration that do not affect what its weights compute."""
 _BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
@@ -85,7 +200,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     named = _weight_map(index)
     headers = {name: header(inside(folder, name)) for name in sorted(set(named.values()))}
     if absent := [key for key, name in named.items() if key not in headers[name]]:
-        raise BadInput(index, f"maps {absent[0]} to {named[absent[0]]}, which does not contain it", _AGAIN)
+        raise BadInput(index, f"maps {absent[0]} to {named[absent[0]]}, which does not contain it", AGAIN)
     return {key: headers[name][key] for key, name in named.items()}
 
 
@@ -100,7 +215,7 @@ def inside(folder: Path, name: str) -> Path:
     try:
         target = file.resolve(strict=True)
     except (OSError, RuntimeError):
-        raise BadInput(file, "does not exist", _AGAIN) from None
+        raise BadInput(file, "does not exist", AGAIN) from None
     if target.parent not in (home, blobs):
         raise BadInput(file, "is a link out of its folder", "put the file itself there")
     check_regular(target, _MAX_FILE)
@@ -117,10 +232,10 @@ def listed(names: Iterable[str]) -> str:
 def _weight_map(index: Path) -> dict[str, str]:
     files = read_object(index).get("weight_map")
     if not isinstance(files, dict) or not files:
-        raise BadInput(index, "has no weight_map from tensors to files", _AGAIN)
+        raise BadInput(index, "has no weight_map from tensors to files", AGAIN)
     for key, name in files.items():
         if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
-            raise BadInput(index, f"puts {key} in {name!r}, which is not a safetensors file of its folder", _AGAIN)
+            raise BadInput(index, f"puts {key} in {name!r}, which is not a safetensors file of its folder", AGAIN)
     return files
 
 
@@ -135,7 +250,7 @@ class Weights:
     aliases: Mapping[str, str]
     """Tied names, each with the name of the parameter that it equals."""
     new: tuple[str, ...]
-    """Parameters of the head that the folder lacks."""
+    """Parameters of the head that the folder does not have."""
     surplus: tuple[str, ...]
     """Keys of the folder that the model does not use."""
     adapter: Mapping[str, AdapterTensor]
@@ -311,12 +426,9 @@ def _check_configuration(file: Path, config: Mapping[str, Any], model: Model, fa
 def _read(stored: Stored, window: Tensor, shape: Sequence[int], box: Box) -> None:
     if not window.numel():
         return
-    try:
-        with safe_open(stored.file, "pt") as opened:
-            for place, part in _parts(tuple(shape), stored.shape, box):
-                window[place].copy_(stored.part(opened, _moved(part, stored.first)))
-    except (SafetensorError, OSError) as error:
-        raise BadInput(stored.file, f"{stored.key} cannot be read ({error})", "fetch the folder again") from None
+    with opened(stored.file, stored.key) as held:
+        for place, part in _parts(tuple(shape), stored.shape, box):
+            window[place].copy_(stored.part(held, _moved(part, stored.first)))
 
 
 def _moved(part: tuple[slice, ...], rows: int) -> tuple[slice, ...]:

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files: a whole parameter, several stacked parameters, or a piece of a parameter.
+"""Tensors in safetensors files: a whole parameter, several stacked ones, or a piece of one; quantized or not.
 
 transformers merges the pieces of experts by its conversion mapping: experts in the first dim, then matrices side by
 side in the second.
@@ -6,10 +6,12 @@ side in the second.
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.core_model_loading import Concatenate, MergeModulelist
@@ -17,7 +19,190 @@ from transformers.core_model_loading import Concatenate, MergeModulelist
 from shardwright.io import BadInput, system_fault
 from shardwright.plan.layout import Box
 from shardwright_train.models.base import Family
-from shardwright_train.weights.quantized import Stored
+
+# Matrices stored in few bits, with block scales, dequantized exactly as transformers does.
+#
+# - FP8 (`quant_method: fp8`, DeepSeek-V3): a matrix in e4m3 [rows, columns] and NAME_scale_inv
+#   [rows / m, columns / n], rounded up, for blocks of `weight_block_size` m x n, 128 x 128 if published. A value is its
+#   number times its scale.
+# - MXFP4 (`quant_method: mxfp4`, gpt-oss; Rouhani et al. 2023): of experts, NAME_blocks [experts, columns, groups, 16]
+#   with two numbers in e2m1 in each byte, the low bits first, and NAME_scales [experts, columns, groups], exponents of
+#   2 plus 127. They make [experts, 32 x groups, columns].
+#
+# Products are in float32, and rounded to the format of what they fill: to the bit what `Fp8Dequantize` and
+# `Mxfp4Dequantize` of transformers 5.23 give, and blocks at an edge may be cut, as in DeepSeek's own code.
+
+
+_GROUP = 32
+"""Numbers in MXFP4 that share a scale."""
+_BIAS = 127
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_FP8, _MXFP4 = "fp8", "mxfp4"
+_FP8_SCALES, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
+"""Ends of the names of tensors."""
+_UNUSED = (".activation_scale", ".input_scale")
+"""Ends of the names of scales of activations, which weights do not depend on."""
+_FORMATS = {"F8_E4M3": ("F64", "F32", "F16", "BF16", "U8", "F8_E8M0"), "U8": ("U8",)}
+"""Formats of numbers, with those that their scales may have."""
+_BLOCK = (128, 128)
+_REMEDY = "have transformers load and dequantize the model, and save it in bfloat16"
+
+
+class Scales(NamedTuple):
+    """The block scales of a matrix in a file."""
+
+    file: Path
+    key: str
+    block: tuple[int, int] | None
+    """Rows and columns of a block in FP8; None: groups in MXFP4."""
+
+    @property
+    def format(self) -> str:
+        """Return the name of the number format, for messages."""
+        return _MXFP4 if self.block is None else _FP8
+
+
+class Stored(NamedTuple):
+    """A tensor of a file, or some of its rows, according to the file's header; `dtype` is safetensors' name."""
+
+    file: Path
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    first: int = 0
+    """Number of its first row in the file's tensor."""
+    scales: Scales | None = None
+    """Those of a quantized matrix, whose shape is then that of its values."""
+
+    def part(self, opened: Any, ranges: Sequence[slice]) -> Tensor:
+        """Return the values in these ranges (begin and end for each dim) of an opened file."""
+        held = opened.get_slice(self.key)
+        if self.scales is None:
+            part: Tensor = held[tuple(ranges)]
+            return part
+        if self.scales.file == self.file:
+            return _values(held, opened, self.scales, ranges)
+        with safe_open(self.scales.file, "pt") as other:
+            return _values(held, other, self.scales, ranges)
+
+
+def _values(held: Any, opened: Any, scales: Scales, ranges: Sequence[slice]) -> Tensor:
+    if scales.block is None:
+        return _of_groups(held, opened.get_slice(scales.key), ranges)
+    *outer, rows, columns = ranges
+    (height, width), lengths = scales.block, (rows.stop - rows.start, columns.stop - columns.start)
+    cells = (
+        slice(rows.start // height, -(-rows.stop // height)),
+        slice(columns.start // width, -(-columns.stop // width)),
+    )
+    whole = opened.get_tensor(scales.key)
+    grid = _as_factors(whole)[*outer, *cells] if whole.dim() > 1 else _as_factors(whole).reshape(1, 1)
+    grid = grid.repeat_interleave(height, -2).narrow(-2, rows.start % height, lengths[0])
+    grid = grid.repeat_interleave(width, -1).narrow(-1, columns.start % width, lengths[1])
+    values: Tensor = held[tuple(ranges)].to(torch.float32) * grid
+    return values
+
+
+def _as_factors(scales: Tensor) -> Tensor:
+    return (scales.float() - _BIAS).exp2() if scales.dtype == torch.uint8 else scales.float()
+
+
+def _of_groups(blocks: Any, scales: Any, ranges: Sequence[slice]) -> Tensor:
+    experts, rows, columns = ranges
+    groups = slice(rows.start // _GROUP, -(-rows.stop // _GROUP))
+    packed, exponents = blocks[experts, columns, groups], scales[experts, columns, groups].int() - _BIAS
+    numbers = torch.tensor(_E2M1, dtype=torch.float32)
+    pairs = torch.stack((numbers[(packed & 0xF).int()], numbers[(packed >> 4).int()]), -1)
+    values = torch.ldexp(pairs.flatten(-2), exponents[..., None]).flatten(-2)
+    return values.narrow(-1, rows.start % _GROUP, rows.stop - rows.start).transpose(-1, -2)
+
+
+def with_values(file: Path, stored_in: object, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Return the tensors of a folder; quantized ones have the names and shapes of the values they represent.
+
+    `stored_in`: the quantization_config of `file`, if it has one. Raises BadInput for formats that are not read.
+    """
+    scaled = [key for key in tensors if key.endswith((_FP8_SCALES, _BLOCKS, _SCALES))]
+    if not isinstance(stored_in, Mapping):
+        if scaled:
+            problem = f"has no quantization_config, but the folder holds {scaled[0]}"
+            raise BadInput(file, problem, "fetch the published config.json again")
+        return dict(tensors)
+    method = stored_in.get("quant_method")
+    if method == _MXFP4:
+        return _of_mxfp4(tensors)
+    if method == _FP8:
+        return _of_fp8(tensors, _block(file, stored_in))
+    problem = f"quantization_config: weights in {method} are not read ({_FP8} in blocks and {_MXFP4} are)"
+    raise BadInput(file, problem, _REMEDY)
+
+
+def _block(file: Path, stored_in: Mapping[str, Any]) -> tuple[int, int]:
+    block = stored_in.get("weight_block_size") or _BLOCK
+    if isinstance(block, Sequence) and len(block) == 2 and all(type(side) is int and side > 0 for side in block):
+        return block[0], block[1]
+    raise BadInput(
+        file, f"weight_block_size {block!r} is not two positive integers", "fetch the published config.json again"
+    )
+
+
+def _of_fp8(tensors: Mapping[str, Stored], block: tuple[int, int]) -> dict[str, Stored]:
+    found = {}
+    for key, stored in tensors.items():
+        if key.endswith(_UNUSED) or (key.endswith(_FP8_SCALES) and key.removesuffix(_FP8_SCALES) in tensors):
+            continue
+        scales = tensors.get(f"{key}{_FP8_SCALES}")
+        if scales is None:
+            found[key] = stored
+            continue
+        _check_formats(stored, scales)
+        cell = _cell(stored.shape, scales.shape, block)
+        if cell is None:
+            problem = f"{scales.key} has the shape {list(scales.shape)} for a matrix {list(stored.shape)}"
+            raise BadInput(scales.file, f"{problem} in blocks of {block[0]} x {block[1]}", _REMEDY)
+        found[key] = stored._replace(scales=Scales(scales.file, scales.key, cell))
+    return found
+
+
+def _cell(shape: tuple[int, ...], grid: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int] | None:
+    """The rows and columns of a block, by the scales that are there: of the usual size, or all equal, or None."""
+    sides, counts = shape[-2:], grid[-2:] if len(grid) > 1 else (1, 1)
+    if len(shape) < 2 or 0 in counts or (len(grid) > 1 and grid[:-2] != shape[:-2]):
+        return None
+    if all(-(-side // length) == count for side, length, count in zip(sides, block, counts, strict=True)):
+        return block
+    equal = all(side % count == 0 for side, count in zip(sides, counts, strict=True))
+    return (sides[0] // counts[0], sides[1] // counts[1]) if equal else None
+
+
+def _of_mxfp4(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    found = {}
+    for key, stored in tensors.items():
+        if key.endswith(_SCALES) and f"{key.removesuffix(_SCALES)}{_BLOCKS}" in tensors:
+            continue
+        name = key.removesuffix(_BLOCKS)
+        scales = tensors.get(f"{name}{_SCALES}")
+        if name == key or scales is None:
+            found[key] = stored
+            continue
+        _check_formats(stored, scales)
+        if len(stored.shape) != 4 or stored.shape != (*scales.shape, _GROUP // 2):
+            problem = f"{key} has the shape {list(stored.shape)} for scales {list(scales.shape)}"
+            raise BadInput(stored.file, problem, _REMEDY)
+        experts, columns, groups, _ = stored.shape
+        shape = experts, groups * _GROUP, columns
+        found[name] = stored._replace(shape=shape, scales=Scales(scales.file, scales.key, None))
+    return found
+
+
+def _check_formats(stored: Stored, scales: Stored) -> None:
+    if scales.dtype not in _FORMATS.get(stored.dtype, ()):
+        problem = f"{stored.key} is stored as {stored.dtype} with scales as {scales.dtype}, which is not read"
+        raise BadInput(stored.file, problem, _REMEDY)
+
+
+# What a file holds.
+
 
 AGAIN = "fetch the folder again"
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -34,6 +219,16 @@ def header(file: Path) -> dict[str, Stored]:
         raise BadInput(file, f"is not a valid safetensors file ({error})", AGAIN) from None
     except OSError as error:
         raise system_fault(error, file) from None
+
+
+@contextmanager
+def opened(file: Path, key: str = "") -> Iterator[Any]:
+    """Open a safetensors file for reading tensors; raise BadInput, naming a key, if it has changed since."""
+    try:
+        with safe_open(file, "pt") as held:
+            yield held
+    except (SafetensorError, OSError) as error:
+        raise BadInput(file, f"{key} cannot be read ({error})".lstrip(), AGAIN) from None
 
 
 # Tensors that hold the rows of several parameters, such as queries, keys and values in one matrix.
@@ -147,13 +342,10 @@ class Pieces(NamedTuple):
         """
         wanted = sorted(_windows(box, len(self.source.patterns)), key=self._file_of)
         for file, group in groupby(wanted, key=self._file_of):
-            try:
-                with safe_open(file, "pt") as opened:
-                    for place, at, inside in group:
-                        part = tuple(slice(low, high) for low, high in inside)
-                        window[at].copy_(self.tensors[place].part(opened, part))
-            except (SafetensorError, OSError) as error:
-                raise BadInput(file, f"cannot be read ({error})", "fetch the folder again") from None
+            with opened(file) as held:
+                for place, at, inside in group:
+                    part = tuple(slice(low, high) for low, high in inside)
+                    window[at].copy_(self.tensors[place].part(held, part))
 
     def _file_of(self, wanted: "_Wanted") -> Path:
         return self.tensors[wanted.place].file
