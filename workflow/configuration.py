@@ -30,7 +30,7 @@ from shardwright.io.versions import PRODUCT, versions_text
 from shardwright.types import GIB, Cluster
 from shardwright_search.space.request import SearchRequest
 from shardwright_train.data.corpora import Source as Corpus
-from shardwright_train.data.sampling import LossOn
+from shardwright_train.data.split import LossOn
 from shardwright_train.options import RunOptions
 from slurm_jobs import Component, components_of, job_minutes, job_resources
 from strict_yaml import RUN_MIN, any_of

@@ -16,7 +16,7 @@ from shardwright.io import BadInput, has_controls, read_bytes, read_object, remo
 from shardwright.models.description import stated_length
 from shardwright.models.registry import read_presets
 from shardwright_train.data.corpora import Source
-from shardwright_train.data.sampling import LossOn
+from shardwright_train.data.split import LossOn
 from strict_yaml import MAX_BYTES, Unusable, check_keys, mapping, texts
 
 Section = Mapping[str, Any]

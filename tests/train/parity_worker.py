@@ -35,8 +35,8 @@ from shardwright.optimizers.registry import matrix_dims
 from shardwright.plan.expert_placement import expert_slices, experts_by_place
 from shardwright.plan.layout import parameter_box
 from shardwright.types import EMBEDDING, HEAD, LOW_RANK, Model, Plan, Plans
-from shardwright_train.data.sampling import Boundaries
 from shardwright_train.data.share import Batch, with_boundaries
+from shardwright_train.data.split import Boundaries
 from shardwright_train.engine import optimizer
 from shardwright_train.engine.homes import Homes, orthogonalized
 from shardwright_train.engine.learning_rate import Hyperparameters, LearningRateFactor

@@ -11,8 +11,9 @@ from tiny_models import tiny
 
 from shardwright.io import BadInput
 from shardwright_train.data.objectives import RANDOM, Causal, TextBatches
-from shardwright_train.data.sampling import BLEND, Boundaries, Fractions, Split, SplitPart, open_data, open_samples
+from shardwright_train.data.sampling import BLEND, open_data, open_samples
 from shardwright_train.data.share import BatchShare, with_boundaries
+from shardwright_train.data.split import Boundaries, Fractions, Split, SplitPart
 from shardwright_train.models.base import family_named
 from shardwright_train.parallel.vocab import IGNORED
 

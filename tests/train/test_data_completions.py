@@ -18,8 +18,8 @@ from shardwright.io import BadInput, RunFailed
 from shardwright_train.cli import APP
 from shardwright_train.data.objectives import Causal, Masked, TextBatches
 from shardwright_train.data.prepare import How, prepare
-from shardwright_train.data.sampling import Boundaries, LossOn
 from shardwright_train.data.share import BatchShare
+from shardwright_train.data.split import Boundaries, LossOn
 from shardwright_train.data.tokens import DataFolder, read_tokens
 from shardwright_train.models.base import family_named
 from shardwright_train.parallel.vocab import IGNORED

@@ -10,8 +10,8 @@ from tiny_models import tiny
 
 from shardwright.io import BadInput
 from shardwright_train.data.arrays import ImageForm, Images, open_images
-from shardwright_train.data.sampling import Fractions, Split, SplitPart
 from shardwright_train.data.share import BatchShare
+from shardwright_train.data.split import Fractions, Split, SplitPart
 from shardwright_train.models.base import family_named
 
 FORM = ImageForm(channels=1, height=2, width=3, classes=8)

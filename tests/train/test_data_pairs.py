@@ -22,8 +22,9 @@ from shardwright_train.cli import APP
 from shardwright_train.data.arrays import Pairs, open_pairs
 from shardwright_train.data.encoder_decoder import Transcription
 from shardwright_train.data.objectives import ImageText
-from shardwright_train.data.sampling import WHOLE, Fractions, Split, SplitPart, check_described
+from shardwright_train.data.sampling import check_described
 from shardwright_train.data.share import BatchShare
+from shardwright_train.data.split import WHOLE, Fractions, Split, SplitPart
 from shardwright_train.data.tokenizer import END_OF_TEXT, trained
 from shardwright_train.models.base import family_named
 

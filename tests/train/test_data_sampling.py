@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from token_files import write_tokens
 
 from shardwright.io import BadInput, write_document
-from shardwright_train.data.sampling import Fractions, Samples, Split, SplitPart, open_samples
+from shardwright_train.data.sampling import Samples, open_samples
+from shardwright_train.data.split import Fractions, Split, SplitPart
 from shardwright_train.data.tokens import DataFolder, PreparedData
 
 LENGTH = 5

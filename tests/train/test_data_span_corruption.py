@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, models
 from shardwright.io import BadInput
 from shardwright_train.data.encoder_decoder import Prefix, SpanCorruption, lengths_filling
 from shardwright_train.data.objectives import RANDOM, TextBatches
-from shardwright_train.data.sampling import Boundaries
 from shardwright_train.data.share import BatchShare
+from shardwright_train.data.split import Boundaries
 from shardwright_train.data.tokens import DataFolder
 from shardwright_train.models.base import family_named
 from shardwright_train.parallel.vocab import IGNORED

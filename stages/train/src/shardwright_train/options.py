@@ -13,7 +13,7 @@ from shardwright.launch.lock import HeldLock
 from shardwright.launch.nodes import NodeOptions
 from shardwright.types import Count, Gib, NonNegativeCount, Seconds, Share
 from shardwright_train.data.corpora import Source
-from shardwright_train.data.sampling import Boundaries, Fractions, LossOn
+from shardwright_train.data.split import Boundaries, Fractions, LossOn
 from shardwright_train.engine.learning_rate import LearningRateSchedule
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]

@@ -18,7 +18,7 @@ from shardwright.models.mtp import DEPTHS_KEY, with_mtp
 from shardwright.models.registry import FAMILIES, TRACED_TOWERS
 from shardwright.types import Model, Plan
 from shardwright_train.data.corpora import Source
-from shardwright_train.data.sampling import LossOn
+from shardwright_train.data.split import LossOn
 from shardwright_train.models.support import check_supported, without_devices
 from shardwright_train.options import CheckOptions, ConvertOptions, DescribeOptions, PrepareOptions
 from shardwright_train.start import without_collection
@@ -125,7 +125,7 @@ def check(options: CheckOptions) -> None:
 def _document_shares(plan: Plan, data: Path, separates: bool) -> tuple[str, ...]:
     """A line for each cp_size of a plan of how unequal documents leave the attention of its ranks."""
     from shardwright_train.data.document_pairs import document_warnings
-    from shardwright_train.data.sampling import Boundaries
+    from shardwright_train.data.split import Boundaries
     from shardwright_train.models.base import family_of
 
     if not separates:

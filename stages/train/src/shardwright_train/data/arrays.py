@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shardwright.io import BadInput, sha256_of_file, sha256_of_value
-from shardwright_train.data.sampling import WHOLE, Shuffled, SplitPart
+from shardwright_train.data.sampling import Shuffled
 from shardwright_train.data.share import Batch, BatchShare
+from shardwright_train.data.split import WHOLE, SplitPart
 from shardwright_train.parallel.vocab import IGNORED
 
 # Images and their classes.

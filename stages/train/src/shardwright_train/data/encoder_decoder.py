@@ -20,8 +20,9 @@ from shardwright.io import BadInput
 from shardwright.types import EMBEDDING, HEAD
 from shardwright_train.data.arrays import PLACE, Pairs, TextTokens, open_pairs, padded
 from shardwright_train.data.objectives import RandomBatches, Text, TextBatches
-from shardwright_train.data.sampling import ACROSS, WHOLE, Blend, Boundaries, Samples, SplitPart
+from shardwright_train.data.sampling import Blend, Samples
 from shardwright_train.data.share import Batch
+from shardwright_train.data.split import ACROSS, WHOLE, Boundaries, SplitPart
 from shardwright_train.data.tokenizer import read_tokenizer
 from shardwright_train.data.tokens import DataFolder
 from shardwright_train.parallel.vocab import IGNORED

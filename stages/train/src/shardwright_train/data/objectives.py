@@ -15,18 +15,9 @@ from shardwright.io import BadInput, RunFailed, sha256_of_value
 from shardwright.models.families.llava import IMAGES
 from shardwright.types import EMBEDDING, HEAD
 from shardwright_train.data.arrays import PLACE, ImageForm, Images, Pairs, TextTokens, open_images, open_pairs, padded
-from shardwright_train.data.sampling import (
-    ACROSS,
-    WHOLE,
-    Blend,
-    Boundaries,
-    LossOn,
-    Samples,
-    Split,
-    SplitPart,
-    open_data,
-)
+from shardwright_train.data.sampling import Blend, Samples, open_data
 from shardwright_train.data.share import Batch, BatchShare, with_boundaries
+from shardwright_train.data.split import ACROSS, WHOLE, Boundaries, LossOn, Split, SplitPart
 from shardwright_train.parallel.rng import seed_of
 from shardwright_train.parallel.vocab import IGNORED
 

@@ -43,7 +43,7 @@ from shardwright.io import (
 from shardwright.types import MIB
 from shardwright_train.data.completions import Form, Reader, form_of
 from shardwright_train.data.corpora import Corpus, Source, TextPiece, check_plain, open_corpus, plain, source_of
-from shardwright_train.data.sampling import LossOn
+from shardwright_train.data.split import LossOn
 from shardwright_train.data.tokenizer import (
     CONSULTED,
     TOKENIZER,

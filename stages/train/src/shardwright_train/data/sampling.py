@@ -7,7 +7,6 @@ the places, spread evenly, and goes on in its own order, over as many epochs as 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -18,83 +17,8 @@ from numpy.typing import NDArray
 
 from shardwright.io import BadInput, Document, Value, read_document, sha256_of_file, sha256_of_value
 from shardwright_train.data.corpora import Source
+from shardwright_train.data.split import WHOLE, LossOn, Split, SplitPart
 from shardwright_train.data.tokens import AGAIN, DataFolder, PreparedData, TokenFile, TokenIndex, read_tokens
-
-# Settings of a run's data: the split into training, validation and test, and the treatment of document boundaries.
-
-
-class Split(StrEnum):
-    """The splits of data: training, validation, test."""
-
-    TRAIN = "train"
-    VALID = "valid"
-    TEST = "test"
-
-
-class Fractions(NamedTuple):
-    """The fractions of the validation and test splits; training has the rest."""
-
-    valid: float = 0.0
-    test: float = 0.0
-
-    def bounds(self, split: Split) -> tuple[float, float]:
-        """Return the beginning and end of a split, as fractions of the data; training comes first, the test split last.
-
-        Raises BadInput if nothing is left to train on.
-        """
-        if self.valid + self.test >= 1:
-            problem = f"{self.valid} of the data to validate and {self.test} to test leave none to train on"
-            raise BadInput("--valid-fraction, --test-fraction", problem, "ask for less")
-        ends = (0.0, 1.0 - self.valid - self.test, 1.0 - self.test, 1.0)
-        number = list(Split).index(split)
-        return ends[number], ends[number + 1]
-
-
-class LossOn(StrEnum):
-    """Which tokens of a text are learned."""
-
-    ALL = "all"
-    """Each token."""
-    COMPLETIONS = "completions"
-    """What is marked as the answer to a prompt; the rest is only read."""
-
-
-class SplitPart(NamedTuple):
-    """A split of data divided by given fractions."""
-
-    split: Split = Split.TRAIN
-    fractions: Fractions = Fractions()
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """Beginning and end of the part, as fractions of the data."""
-        return self.fractions.bounds(self.split)
-
-    @property
-    def identity(self) -> list[float | str]:
-        """Return values that distinguish this split from other splits of the same data; empty for all data."""
-        return [] if self == WHOLE else [self.split.value, *self.fractions]
-
-
-WHOLE = SplitPart()
-"""The part that holds all data, to train on."""
-
-
-class Boundaries(NamedTuple):
-    """The treatment of document boundaries in a sample, with Megatron-LM's names for the settings."""
-
-    reset_attention_mask: bool = False
-    """Whether attention and prediction stay within each document."""
-    reset_position_ids: bool = False
-    """Whether positions are numbered from 0 in each document."""
-
-
-ACROSS = Boundaries()
-"""Boundaries that are ignored: a sample is one text, whatever its documents."""
-
-
-# The order of samples.
-
 
 _ROUNDS = 8
 """Number of Feistel rounds: twice what makes a permutation hard to tell from a random one (Luby & Rackoff 1988)."""

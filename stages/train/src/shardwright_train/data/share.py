@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shardwright.launch.backend import on_accelerator
-from shardwright_train.data.sampling import Boundaries
+from shardwright_train.data.split import Boundaries
 from shardwright_train.parallel.vocab import IGNORED
 
 DOCUMENTS, POSITIONS = "documents", "positions"

@@ -21,8 +21,8 @@ from shardwright.models.mtp import mtp_depth
 from shardwright.models.registry import FAMILIES, check_trained
 from shardwright.types import EMBEDDING, HEAD, Attention, Model, Parameter, Strategy, base_type
 from shardwright_train.data.objectives import Causal, Classification, Text
-from shardwright_train.data.sampling import LossOn
 from shardwright_train.data.share import POSITIONS, Batch
+from shardwright_train.data.split import LossOn
 from shardwright_train.models.configuration import check_only, check_sizes, parse
 from shardwright_train.models.initial_weights import Filling, low_rank_fillings, with_low_rank
 from shardwright_train.models.masks import Places, alibi_mask, alibi_slopes, mask_for, window_mask

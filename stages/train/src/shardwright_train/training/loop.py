@@ -30,8 +30,8 @@ from shardwright_train.checkpoints.folders import (
 from shardwright_train.checkpoints.tensors import Saver, read_tensors, total_bytes
 from shardwright_train.data.document_pairs import document_warnings
 from shardwright_train.data.objectives import Batches, RandomBatches, TextBatches
-from shardwright_train.data.sampling import Split, SplitPart
 from shardwright_train.data.share import Batch, BatchShare, on_host, read_ahead
+from shardwright_train.data.split import Split, SplitPart
 from shardwright_train.engine.engine import Engine, build_engine, say_compiled
 from shardwright_train.engine.learning_rate import Hyperparameters, LearningRateFactor
 from shardwright_train.engine.optimizer import StepOutcome
