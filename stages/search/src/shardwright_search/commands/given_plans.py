@@ -19,8 +19,7 @@ from shardwright_search.commands.prediction import (
     written,
 )
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
-from shardwright_search.options import EvaluateOptions, ExportOptions, UniformOptions
-from shardwright_search.profile_options import ProfileOptions
+from shardwright_search.options import EvaluateOptions, ExportOptions, ProfileOptions, UniformOptions
 from shardwright_search.systems.entry import Reading, Setting
 from shardwright_search.systems.launch import Launch
 from shardwright_search.systems.registry import SYSTEMS

@@ -11,10 +11,8 @@ from shardwright.io import BadInput, read_document
 from shardwright.types import MAX_DEVICES, Cluster, Model
 from shardwright_search.advise.question import group_of, question_of
 from shardwright_search.commands.prediction import Inputs, read_inputs
-from shardwright_search.options import AdviseOptions
-from shardwright_search.profile_options import ProfileOptions
+from shardwright_search.options import AdviseOptions, ProfileOptions, RentOptions
 from shardwright_search.rent.front import check_rentable
-from shardwright_search.rent.options import RentOptions
 from shardwright_search.rent.sub_clusters import SubCluster, sub_clusters
 from shardwright_search.space.request import Offer, Offers, SearchRequest
 

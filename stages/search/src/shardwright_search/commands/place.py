@@ -16,8 +16,7 @@ from shardwright_search.commands.prediction import prediction_of_evaluated, read
 from shardwright_search.cost_model.expert_load import LoadFile
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.expert_assignment import Groups, assign, fullest_load
-from shardwright_search.options import PlaceOptions
-from shardwright_search.profile_options import ProfileOptions
+from shardwright_search.options import PlaceOptions, ProfileOptions
 
 _UNIT = 10**12
 """Parts of a layer's load, so that shares are whole numbers."""

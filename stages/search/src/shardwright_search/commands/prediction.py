@@ -20,7 +20,7 @@ from shardwright_search.candidates import Candidate
 from shardwright_search.cost_model.expert_load import LoadFile, read_load
 from shardwright_search.cost_model.plan import Evaluation
 from shardwright_search.cost_model.profiles import Profiles, read_profiles
-from shardwright_search.profile_options import ProfileOptions
+from shardwright_search.options import ProfileOptions
 from shardwright_search.proof_words import proof_words, split_words
 from shardwright_search.search import SearchAnswer
 from shardwright_search.space.budget import budgets_of, headroom, over_bytes

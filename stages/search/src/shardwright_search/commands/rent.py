@@ -21,8 +21,8 @@ from shardwright_search.commands.offered import Offered, offered_of
 from shardwright_search.commands.prediction import prediction_of_searched, prediction_path, progress, written
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.explain.printing import PLAN, Lines, show_rich, table
+from shardwright_search.options import RentOptions
 from shardwright_search.rent.front import Front, find_front
-from shardwright_search.rent.options import RentOptions
 from shardwright_search.rent.page import FrontWords, first_line, front_page
 from shardwright_search.rent.table import Status, SubClusterRow, csv_of, draw_front, front_file, plan_name, rows_of
 from shardwright_search.search import SearchAnswer

@@ -13,10 +13,10 @@ from shardwright.command import show
 from shardwright.io import BadInput, read_document, sha256_of_file
 from shardwright.types import Certificate, Cluster, ConfigurationProof, Model, Plan
 from shardwright_search.certificate.check import Way, Ways, confirms
-from shardwright_search.certificate.options import VerifyOptions
 from shardwright_search.commands.prediction import read_inputs
 from shardwright_search.cost_model.plan import Evaluation, cost_model_of, evaluate
 from shardwright_search.cost_model.profiles import Profiles
+from shardwright_search.options import VerifyOptions
 from shardwright_search.solver.problem import Problem
 from shardwright_search.solver.targets import Target
 from shardwright_search.space.budget import allowed_bytes, budgets_of, over_bytes, with_spare

@@ -25,8 +25,8 @@ from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 from shardwright.command import show
 from shardwright.io import BadInput
 from shardwright_search.explore.asked import query_of, settings_of
-from shardwright_search.explore.options import ExploreOptions
 from shardwright_search.explore.page import explore_page
+from shardwright_search.options import ExploreOptions
 
 _HOST = "127.0.0.1"
 _MOST_CHILDREN, _MOST_LAUNCHES = 4, 16
