@@ -8,11 +8,7 @@ from msgspec.structs import replace
 from random_problems import best_of, random_problem, random_unequal
 from rest_long import rest_long
 
-from shardwright.types import (
-    Band,
-    ConfigurationProof,
-    MemoryPrice,
-)
+from shardwright.types import Band, ConfigurationProof, MemoryPrice
 from shardwright_search.certificate import check
 from shardwright_search.certificate.check import confirms
 from shardwright_search.certificate.make import GAPS, certified, proof_of

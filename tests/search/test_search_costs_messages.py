@@ -13,12 +13,7 @@ from shardwright_search.cost_model.collectives import (
     send_kind_time,
     slowdowns_of,
 )
-from shardwright_search.cost_model.topology import (
-    StageTopology,
-    axis_group_kinds,
-    data_group_kinds,
-    stage_topology,
-)
+from shardwright_search.cost_model.topology import StageTopology, axis_group_kinds, data_group_kinds, stage_topology
 
 NEAR, FAR = GroupKind(2, 2, True), GroupKind(2, 1, False)
 

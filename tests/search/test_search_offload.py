@@ -38,7 +38,7 @@ from shardwright_search.certificate.check import confirms
 from shardwright_search.certificate.make import certified
 from shardwright_search.cli import APP
 from shardwright_search.cost_model.layer import CostModel
-from shardwright_search.cost_model.parts_of_strategies import parts_of
+from shardwright_search.cost_model.layer_cost import parts_of
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.topology import StageTopology
 from shardwright_search.options import AdviseOptions, System

@@ -18,8 +18,8 @@ from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.first_plans import first_plans
 from shardwright_search.search import NEAR, Infeasible, SearchAnswer, StoppedEarly, find_best
-from shardwright_search.solver.guesses import guess
 from shardwright_search.solver.stopping import GRACE_S, CpuSeconds
+from shardwright_search.solver.targets import guess
 from shardwright_search.space.configurations import configurations, narrowed
 from shardwright_search.space.request import SearchRequest
 from shardwright_search.space.search_space import SearchSpace, space_of

@@ -12,14 +12,7 @@ from msgspec.structs import replace
 
 from shardwright.io import BadInput
 from shardwright.models.description import model_of_config
-from shardwright.types import (
-    DataParallel,
-    ExpertStrategy,
-    GradientReduction,
-    Precision,
-    Recompute,
-    SequenceParallel,
-)
+from shardwright.types import DataParallel, ExpertStrategy, GradientReduction, Precision, Recompute, SequenceParallel
 from shardwright_search.options import System
 from shardwright_search.space.uniform import with_experts
 from shardwright_search.systems.entry import Setting

@@ -13,14 +13,13 @@ from msgspec.structs import replace
 
 from shardwright.plan.axes import Axis
 from shardwright.plan.process_groups import Purpose, communicator_bytes, strategy_axes
-from shardwright_search.cost_model.tied_weights import types_with_replicas
-from shardwright_search.solver.guesses import WIDE, best_guess
+from shardwright_search.cost_model.stage_costs import types_with_replicas
 from shardwright_search.solver.interleaved import Interleaved
 from shardwright_search.solver.partition import Pipeline
 from shardwright_search.solver.problem import DeviceGroup
 from shardwright_search.solver.quick_bounds import Relaxed
 from shardwright_search.solver.stage_options import GroupCosts
-from shardwright_search.solver.targets import Best, Solvable, Target
+from shardwright_search.solver.targets import WIDE, Best, Solvable, Target, best_guess
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import StageWidths

@@ -5,8 +5,7 @@ from math import inf
 
 from shardwright_search.least_simulated import Simulated, of_placements
 from shardwright_search.solver.branch_and_bound import optimize, plans_below
-from shardwright_search.solver.guesses import guess
-from shardwright_search.solver.targets import Best, Optimum, Target
+from shardwright_search.solver.targets import Best, Optimum, Target, guess
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.search_space import SearchSpace

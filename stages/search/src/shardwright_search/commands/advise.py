@@ -12,12 +12,11 @@ from shardwright.display.columns import line_width, wrapped
 from shardwright.display.units import gib_text
 from shardwright.io import BadInput, NothingFits, check_new, check_writable, write_bytes, write_document
 from shardwright.types import Cluster, Estimate, Model, Plan
-from shardwright_search.advise.by_schedule import by_schedule
 from shardwright_search.advise.choices import RULES, plan_of_rule, reading_of
 from shardwright_search.advise.page import advice_page
 from shardwright_search.advise.question import Question, config_notes, question_of
 from shardwright_search.advise.report import Advice, PricedChoice, report
-from shardwright_search.advise.sizes import Sized, outcomes_by_budget
+from shardwright_search.advise.sizes import Sized, by_schedule, outcomes_by_budget
 from shardwright_search.advise.targeted import Within, best_for, started
 from shardwright_search.advise.ways_out import ways_out
 from shardwright_search.candidates import Candidate, kind_of

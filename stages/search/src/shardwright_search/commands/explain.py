@@ -35,7 +35,7 @@ from shardwright_search.explain.what_if import WhatIf, WhatIfAnswer, answer, nei
 from shardwright_search.options import ExplainOptions, SimulateOptions
 from shardwright_search.proof_words import split_words
 from shardwright_search.search import SearchAnswer
-from shardwright_search.simulation.chrome_trace import chrome_trace
+from shardwright_search.simulation.simulator import chrome_trace
 from shardwright_search.solver.stopping import was_interrupted
 from shardwright_search.space.budget import allowed_bytes, budgets_of, with_spare
 from shardwright_search.space.configurations import narrowed

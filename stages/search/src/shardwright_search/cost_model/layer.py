@@ -37,6 +37,7 @@ from shardwright_search.cost_model.collectives import Duration, collective_time,
 from shardwright_search.cost_model.communication import Nodes, handover_time, redistribution_time, send_time
 from shardwright_search.cost_model.compute import (
     ComputeCost,
+    LossChunks,
     expert_cost,
     probed_tp_size,
     slowest_compute,
@@ -55,9 +56,8 @@ from shardwright_search.cost_model.experts import (
 from shardwright_search.cost_model.layer_cost import Cost as Cost
 from shardwright_search.cost_model.layer_cost import Gather as Gather
 from shardwright_search.cost_model.layer_cost import LayerCost as LayerCost
-from shardwright_search.cost_model.layer_cost import all_picoseconds, gather_of
+from shardwright_search.cost_model.layer_cost import Parts, all_picoseconds, gather_of, of_parameters, of_passes
 from shardwright_search.cost_model.layer_cost import picoseconds as picoseconds
-from shardwright_search.cost_model.loss_chunks import LossChunks
 from shardwright_search.cost_model.parameters import (
     AllOverlapped,
     HostRates,
@@ -68,7 +68,6 @@ from shardwright_search.cost_model.parameters import (
     s_per_flop,
     slowest_parameters,
 )
-from shardwright_search.cost_model.parts_of_strategies import Parts, of_parameters, of_passes
 from shardwright_search.cost_model.profiles import Passes, Profiles, host_rate
 from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.cost_model.topology import StageTopology, axis_group_kinds

@@ -14,8 +14,16 @@ from msgspec.structs import replace
 from shardwright.display.units import seconds_text, usd_text
 from shardwright.io import BadInput, ShardwrightError
 from shardwright.types import GIB
-from shardwright_search.advise.front_picture import Axis, Point
-from shardwright_search.advise.page import answer_part, budgets_part, first_line, front_part, memory_part, plan_part
+from shardwright_search.advise.page import (
+    Axis,
+    Point,
+    answer_part,
+    budgets_part,
+    first_line,
+    front_part,
+    memory_part,
+    plan_part,
+)
 from shardwright_search.advise.question import Question, question_of
 from shardwright_search.advise.report import plan_words, usd_per_billion_tokens
 from shardwright_search.advise.sizes import Outcome, Sized, outcomes_by_budget, outcomes_by_cluster

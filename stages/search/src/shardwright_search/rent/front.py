@@ -20,7 +20,7 @@ from shardwright.types import Cluster, Model
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.rent.sub_clusters import SubCluster, node_types_of
 from shardwright_search.search import Report, listed
-from shardwright_search.solver.exhaust import exhaust
+from shardwright_search.solver.branch_and_bound import exhaust
 from shardwright_search.solver.stopping import latest, soon
 from shardwright_search.solver.targets import Best, Solvable, Target
 from shardwright_search.space.configurations import Configuration, is_solved

@@ -17,8 +17,8 @@ from shardwright.plan.process_groups import Purpose, communicator_bytes, strateg
 from shardwright.types import EMBEDDING, HEAD, Strategy
 from shardwright_search.cost_model.communication import Nodes
 from shardwright_search.cost_model.layer import CostModel, Link
-from shardwright_search.cost_model.parts_of_strategies import parts_of
-from shardwright_search.cost_model.tied_weights import (
+from shardwright_search.cost_model.layer_cost import parts_of
+from shardwright_search.cost_model.stage_costs import (
     has_shared,
     shared_cost_ps,
     tied_class,
