@@ -215,8 +215,8 @@ def test_a_degree_has_a_runner_up_though_no_plan_of_its_first_configuration_is_g
         asked.add(target.configuration.pp_size)
         return None if is_first else guess(target, bound, solvable)
 
-    monkeypatch.setattr("shardwright_search.alternatives.guess", from_the_second_on)
-    monkeypatch.setattr("shardwright_search.alternatives._MAX_LABELS", 0)
+    monkeypatch.setattr("shardwright_search.candidates.guess", from_the_second_on)
+    monkeypatch.setattr("shardwright_search.candidates._MAX_LABELS", 0)
     model, cluster = make.model(4), make.cluster(4)
     found = search(make.request(num_microbatches=[2, 4]), model, cluster, make.profiles(model, cluster))
     assert {len(own.plan.stages) for own in found.runners_up} >= asked - {len(found.chosen.plan.stages)} != set()

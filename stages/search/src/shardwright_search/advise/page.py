@@ -23,7 +23,7 @@ from shardwright_search.advise.report import (
     usd_per_billion_tokens,
 )
 from shardwright_search.advise.sizes import SHARES, Outcome, Sized
-from shardwright_search.proof_words import proof_words
+from shardwright_search.search import proof_words
 
 # Pictures of Pareto fronts: step time against memory, or against the cost of a billion tokens.
 

@@ -25,11 +25,10 @@ from shardwright_search.cost_model.plan import evaluate, kept_bytes
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.explain.printing import Lines, ShellCommand, table
 from shardwright_search.explain.tables import node_types_table, plan_differences, sample_s, time_changes
-from shardwright_search.proof_words import proof_words, split_words
-from shardwright_search.search import SearchAnswer
+from shardwright_search.search import SearchAnswer, proof_words, split_words
 from shardwright_search.simplest import FEW, Simple, num_strategies
 from shardwright_search.space.budget import device_bytes_of, headroom
-from shardwright_search.space.runnable import left_out
+from shardwright_search.space.request import left_out
 from shardwright_search.systems.entry import Entry
 
 _NO_GAIN = 5e-4

@@ -32,7 +32,7 @@ from shardwright_search.simplest import Simple, simplest
 from shardwright_search.solver.stopping import CpuSeconds, latest, left, soon, until
 from shardwright_search.space.budget import Infeasible
 from shardwright_search.space.request import SearchRequest
-from shardwright_search.systems.own_runtime import own_launch
+from shardwright_search.systems.launch import own_launch
 from shardwright_search.systems.registry import SYSTEMS
 
 _RULE = "rule:"

@@ -33,8 +33,16 @@ from shardwright.types import (
 )
 from shardwright.types.hardware_profile import GroupKind
 from shardwright.types.model_profile import StateRow
-from shardwright_search.cost_model.collectives import Duration, collective_time, in_turn, longest
-from shardwright_search.cost_model.communication import Nodes, handover_time, redistribution_time, send_time
+from shardwright_search.cost_model.collectives import (
+    Duration,
+    Nodes,
+    collective_time,
+    handover_time,
+    in_turn,
+    longest,
+    redistribution_time,
+    send_time,
+)
 from shardwright_search.cost_model.compute import (
     ComputeCost,
     LossChunks,

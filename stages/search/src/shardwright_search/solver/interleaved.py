@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.plan.schedules.schedule import step_time
-from shardwright_search.solver.interleaved_bounds import InterleavedBounds
-from shardwright_search.solver.interleaved_problem import InFlight, InterleavedProblem, Place
+from shardwright_search.solver.interleaved_problem import InFlight, InterleavedBounds, InterleavedProblem, Place
 from shardwright_search.solver.partition import PricedSolution
 from shardwright_search.solver.problem import Options, Solution
 from shardwright_search.step.memory import LayerMemory, StageMemory, layer_passes

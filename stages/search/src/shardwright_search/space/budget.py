@@ -285,7 +285,7 @@ def _by_division(instance: Instance, file: Path) -> Infeasible:
 
 def _of_chunks(instance: Instance, configuration: Configuration) -> Shortfall:
     """Return a lower bound of the excess of a configuration of several chunks that has no plan."""
-    from shardwright_search.solver.interleaved_bounds import InterleavedBounds
+    from shardwright_search.solver.interleaved_problem import InterleavedBounds
 
     missing = InterleavedBounds(instance.interleaved_problem(configuration)).missing_bytes
     stage = missing.index(max(missing)) * (configuration.pp_size - 1)

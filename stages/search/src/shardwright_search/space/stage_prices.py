@@ -15,7 +15,7 @@ from shardwright.estimate.weight_passes import weight_pass
 from shardwright.plan.axes import Axis, layout_of
 from shardwright.plan.process_groups import Purpose, communicator_bytes, strategy_axes
 from shardwright.types import EMBEDDING, HEAD, Strategy
-from shardwright_search.cost_model.communication import Nodes
+from shardwright_search.cost_model.collectives import Nodes
 from shardwright_search.cost_model.layer import CostModel, Link
 from shardwright_search.cost_model.layer_cost import parts_of
 from shardwright_search.cost_model.stage_costs import (

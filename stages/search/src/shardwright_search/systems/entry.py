@@ -27,8 +27,7 @@ from shardwright.types import (
 )
 from shardwright.types.model import base_type
 from shardwright.types.plan import OptimizerName
-from shardwright_search.space.configurations import Configuration, most_stages
-from shardwright_search.space.demands import Demands, Outer
+from shardwright_search.space.configurations import Configuration, Demands, Outer, most_stages
 from shardwright_search.space.request import OuterSpace, SearchRequest, StageWidths
 from shardwright_search.space.uniform import UniformStrategy, plan_of_uniform, sizes_that_fit
 from shardwright_search.systems.exporting import Exported, experts_apart

@@ -42,7 +42,7 @@ from shardwright.types import (
     Strategy,
 )
 from shardwright_search.options import GalvatronRun, ImportGalvatronOptions
-from shardwright_search.space.demands import Demands, Outer
+from shardwright_search.space.configurations import Demands, Outer
 from shardwright_search.space.uniform import spelled, stages_of
 from shardwright_search.systems.entry import Entry, Limits, Reading, Setting, torchrun
 from shardwright_search.systems.exporting import (

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from shardwright.io import BadInput, read_bytes
+from shardwright.io import BadInput, document_text, read_bytes
 from shardwright.types import MIB, Cluster, NodeGroup, Plan
 from shardwright_search.systems.exporting import Exported
 from shardwright_search.systems.places import Carried, NodesOfAType, places_of
@@ -296,3 +296,26 @@ def _text(path: Path) -> str:
         return read_bytes(path, _MAX_HOSTS_BYTES).decode().replace("\t", " ")
     except UnicodeDecodeError:
         raise BadInput(path, "is not text", _REMEDY) from None
+
+
+# The files that start a plan in this project's own runtime.
+
+
+PLAN_FILE = "plan.json"
+_WORDS = (
+    f'shardwright train run "$folder/{PLAN_FILE}" --nnodes "${{#ranks[@]}}" --node-rank "$node" \\\n'
+    '    --rendezvous "$master:${MASTER_PORT:-29500}"'
+)
+_SECRET = {"SHARDWRIGHT_SECRET": "secret by which nodes know one another: the same 32 or more random characters on all"}
+_NOTE = "node.sh takes --data, --steps, --checkpoints and --out of `shardwright train run` (elsewhere ARGUMENTS does)"
+
+
+def own_launch(plan: Plan, plan_file: object, spot: bool = False) -> Launch:
+    """Return the files that start a plan by `shardwright train run`; `spot`: on spot nodes.
+
+    Raises BadInput as `launch_of` does.
+    """
+    exported = Exported(document_text(plan), ())
+    program = Program(_WORDS, _SECRET if plan.cluster.num_nodes > 1 else {}, alone=True)
+    launch = launch_of(program, exported, PLAN_FILE, plan, plan_file, spot=spot)
+    return launch._replace(notes=(_NOTE, *launch.notes))

@@ -36,8 +36,7 @@ from shardwright.types import (
     Schedule,
     SequenceParallel,
 )
-from shardwright_search.space.configurations import Configuration
-from shardwright_search.space.demands import Demands, Outer
+from shardwright_search.space.configurations import Configuration, Demands, Outer
 from shardwright_search.space.uniform import UniformStrategy, with_experts
 from shardwright_search.systems.entry import (
     Entry,
