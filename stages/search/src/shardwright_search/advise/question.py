@@ -29,27 +29,9 @@ from shardwright.models.description import USUAL_TOKENS, model_of_config, stated
 from shardwright.models.mtp import with_mtp
 from shardwright.models.registry import FAMILIES, read_presets
 from shardwright.models.traits import Config
-from shardwright.types import (
-    FP8,
-    GIB,
-    MAX_DEVICES,
-    MIB,
-    NARROW_BITS,
-    NVFP4,
-    RECOMPUTE_SETS,
-    RECOMPUTE_WHOLE,
-    Attention,
-    Cluster,
-    Estimate,
-    Model,
-    NodeGroup,
-    NodeType,
-    Offload,
-    Plan,
-    Precision,
-    Recompute,
-    Schedule,
-)
+from shardwright.types import GIB, MAX_DEVICES, MIB, Cluster, Estimate, Model, NodeGroup, NodeType
+from shardwright.types.plan import FP8, NARROW_BITS, NVFP4, Attention, Plan, Precision, Schedule
+from shardwright.types.strategy import RECOMPUTE_SETS, RECOMPUTE_WHOLE, Offload, Recompute
 from shardwright_search.cost_model.expert_load import LoadFile, read_load
 from shardwright_search.cost_model.profiles import Profiles, index_profiles, together
 from shardwright_search.options import AdviseOptions

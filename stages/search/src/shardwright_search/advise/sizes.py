@@ -176,7 +176,7 @@ class OfSchedule(NamedTuple):
 
 def by_schedule(
     question: Question,
-    search: Callable[[Question, float], SearchAnswer | Infeasible],
+    search: Searched,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Iterator[OfSchedule]:
     """Yield the best plan of each schedule; of split backward passes, the quickest by simulation near the best of 1F1B.

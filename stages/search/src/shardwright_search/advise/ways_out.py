@@ -16,6 +16,7 @@ from shardwright.display.units import gib_text
 from shardwright.io import BadInput
 from shardwright.types import GIB, DataParallel, GradientReduction, LayerStrategy, Plan, Recompute, Strategy
 from shardwright_search.advise.question import Question, question_of
+from shardwright_search.advise.sizes import Searched
 from shardwright_search.candidates import Candidate
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.explain.tables import sample_s
@@ -39,7 +40,6 @@ _IN_A_NODE = 8
 """The most GPUs of a node that are proposed: nodes of most devices have no more."""
 _NETWORK, _ASSUMED_GBIT_S = "--inter-node-gbit-s", "100"
 """The option of a network, and what is tried where that of a device's nodes is not known."""
-Search = Callable[[Question, float], SearchAnswer | Infeasible]
 
 
 Changes = Mapping[str, Any]
@@ -54,7 +54,7 @@ class _Way(NamedTuple):
     """The option as it is written, and what it changes: the one that is wanted most first, the leanest last."""
 
 
-def ways_out(options: AdviseOptions, question: Question, lacking: Infeasible, search: Search) -> Iterator[str]:
+def ways_out(options: AdviseOptions, question: Question, lacking: Infeasible, search: Searched) -> Iterator[str]:
     """Yield a line for each change: the plan that then fits and its step time, what is still missing, or no time.
 
     Each search has `_EACH_S`, and all together `_LIMIT_S` or the asked time limit, in CPU seconds. If no way is enough,
@@ -97,7 +97,7 @@ def _together(
     question: Question,
     ways: Sequence[_Way],
     lacking: Infeasible,
-    search: Search,
+    search: Searched,
     deadline: float,
 ) -> Iterator[str]:
     """Yield the first of several ways together that fits: those that train all, those with LoRA, and on more GPUs."""
@@ -153,7 +153,7 @@ def _ways(asked: AdviseOptions, question: Question, folder: Path) -> Iterator[_W
         yield _Way("one moment of matrices", (("--optimizer muon", {"optimizer": ("muon",)}),))
 
 
-def _outcome(options: AdviseOptions, search: Search, deadline: float) -> SearchAnswer | Infeasible | BadInput | None:
+def _outcome(options: AdviseOptions, search: Searched, deadline: float) -> SearchAnswer | Infeasible | BadInput | None:
     """Return what is found of changed options, or why they are refused; None: it was not found in time.
 
     The answer is that of the usual budget where that is found, as `advise` itself gives it.
@@ -174,7 +174,7 @@ def _outcome(options: AdviseOptions, search: Search, deadline: float) -> SearchA
         return refused
 
 
-def _found(question: Question, search: Search, deadline: float) -> SearchAnswer | Infeasible | None:
+def _found(question: Question, search: Searched, deadline: float) -> SearchAnswer | Infeasible | None:
     """Return the answer to a question; None: it was not found in time."""
     try:
         return search(question, CpuSeconds(min(_EACH_S, left(deadline) or 0.0)))
@@ -197,7 +197,7 @@ def _brings(outcome: SearchAnswer | Infeasible | BadInput, lacking: Infeasible) 
     return f"fits, {most}{estimate.simulated_step_time_s:.4g} s a step, {tokens_per_s:,.0f} tokens/s"
 
 
-def _by_recomputing(question: Question, lacking: Infeasible, search: Search, deadline: float) -> str:
+def _by_recomputing(question: Question, lacking: Infeasible, search: Searched, deadline: float) -> str:
     """Return how much memory recomputation saves in the leanest plan, which uses it already."""
     counted = "recomputation and micro-batches of one sample are in the leanest plan already"
     left_s = left(deadline) or 0.0
@@ -219,7 +219,7 @@ def _more(without: Infeasible, lacking: Infeasible) -> float:
 
 
 def _larger_budget(
-    asked: AdviseOptions, question: Question, lacking: Infeasible, search: Search, deadline: float
+    asked: AdviseOptions, question: Question, lacking: Infeasible, search: Searched, deadline: float
 ) -> Iterator[str]:
     """Yield the least budget that is known to fit, or the memory that GPUs must have."""
     types = question.cluster.node_types
@@ -241,7 +241,7 @@ def _larger_budget(
 
 
 def _more_nodes(
-    asked: AdviseOptions, question: Question, lacking: Infeasible, search: Search, deadline: float
+    asked: AdviseOptions, question: Question, lacking: Infeasible, search: Searched, deadline: float
 ) -> Iterator[str]:
     """Yield the fewest nodes of the type that fit, or a number that does if some were not decided."""
     if len(question.cluster.nodes) > 1:

@@ -84,10 +84,8 @@ def advise(options: AdviseOptions) -> None:
 
 def _check(options: AdviseOptions) -> None:
     """Raise BadInput for files that cannot be written, and for options that need other options."""
-    if options.out is not None:
-        check_writable(options.out)
-    if options.html is not None:
-        check_writable(options.html)
+    for path in filter(None, (options.out, options.html)):
+        check_writable(path)
     if options.launch is not None:
         check_new(options.launch)
         check_writable(options.launch / "node.sh")

@@ -16,19 +16,10 @@ from shardwright.key import LayerKey
 from shardwright.plan.axes import axes_of
 from shardwright.plan.communication import KeysAndValues, Message, context_messages, keys_and_values, tensors_of
 from shardwright.plan.schedules.schedule import Pass
-from shardwright.types import (
-    EMBEDDING,
-    HEAD,
-    ITEMSIZE,
-    ContextParallel,
-    LayerStrategy,
-    Model,
-    Precision,
-    Recompute,
-    Strategy,
-)
+from shardwright.types import EMBEDDING, HEAD, ITEMSIZE, Model, Precision
 from shardwright.types.hardware_profile import Collective, GroupKind
 from shardwright.types.model_profile import FitMode, FitRow, LayerFigures, Quantity
+from shardwright.types.strategy import ContextParallel, LayerStrategy, Recompute, Strategy
 from shardwright_search.cost_model.collectives import (
     Duration,
     collective_time,

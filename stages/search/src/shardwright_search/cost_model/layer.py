@@ -20,19 +20,10 @@ from shardwright.plan.axes import Layout, axes_of, layout_of
 from shardwright.plan.communication import region_messages, shares_experts
 from shardwright.plan.layout import parameter_groups
 from shardwright.plan.schedules.schedule import Pass
-from shardwright.types import (
-    HEAD,
-    ITEMSIZE,
-    Cluster,
-    GradientReduction,
-    LayerStrategy,
-    Model,
-    Precision,
-    Recompute,
-    Strategy,
-)
+from shardwright.types import HEAD, Cluster, LayerStrategy, Model, Recompute, Strategy
 from shardwright.types.hardware_profile import GroupKind
 from shardwright.types.model_profile import StateRow
+from shardwright.types.plan import ITEMSIZE, GradientReduction, Precision
 from shardwright_search.cost_model.collectives import (
     Duration,
     Nodes,

@@ -20,20 +20,9 @@ from shardwright.plan.process_groups import communicator_bytes, communicators
 from shardwright.plan.schedules.registry import schedule_of
 from shardwright.plan.schedules.schedule import Pass, step_time
 from shardwright.plan.supported_fields import check_fields
-from shardwright.types import (
-    EMBEDDING,
-    HEAD,
-    ITEMSIZE,
-    ContextParallel,
-    Estimate,
-    LayerStrategy,
-    Plan,
-    SequenceParallel,
-    StagePrediction,
-    Strategy,
-    TimelineEvent,
-)
+from shardwright.types import EMBEDDING, HEAD, ITEMSIZE, Estimate, Plan, StagePrediction, TimelineEvent
 from shardwright.types.hardware_profile import Collective
+from shardwright.types.strategy import ContextParallel, LayerStrategy, SequenceParallel, Strategy
 from shardwright_search.cost_model.expert_load import StatedLoad
 from shardwright_search.cost_model.layer import CostModel, picoseconds
 from shardwright_search.cost_model.profiles import LayerPoints, Profiles, Sources, check_profiles, sources_of

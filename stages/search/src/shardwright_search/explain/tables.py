@@ -19,18 +19,8 @@ from shardwright.display.plan_words import (
 )
 from shardwright.io import BadInput
 from shardwright.plan.axes import effective
-from shardwright.types import (
-    GIB,
-    MIB,
-    DataParallel,
-    Estimate,
-    LayerStrategy,
-    Offload,
-    Plan,
-    Recompute,
-    RunnerUp,
-    Strategy,
-)
+from shardwright.types import GIB, MIB, Estimate, Plan, RunnerUp
+from shardwright.types.strategy import DataParallel, LayerStrategy, Offload, Recompute, Strategy
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.plan import Evaluation, evaluate
 from shardwright_search.explain.printing import PLAN, Lines, SplitTable, table

@@ -148,7 +148,7 @@ def _precision(plan: Plan, target: ExportTarget) -> dict[str, object]:
         types = {"communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "bf16"}}
         return {"bf16": {"enabled": True}, **types}
     target.demand_in_float32(plan, "float32", *_PRECISIONS)
-    if (used := plan.precision.compute) == "float32":
+    if used == "float32":
         return {}
     types = {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}
     return {_PRECISIONS[used]: {"enabled": True}, **types}

@@ -18,24 +18,10 @@ from shardwright.plan.axes import axes_of, effective
 from shardwright.plan.communication import shares_experts
 from shardwright.plan.schedules.registry import schedule_of
 from shardwright.plan.supported_fields import check_fields
-from shardwright.types import (
-    EMBEDDING,
-    FP8,
-    HEAD,
-    NVFP4,
-    Attention,
-    ContextParallel,
-    LayerStrategy,
-    Model,
-    Plan,
-    Precision,
-    Recompute,
-    Schedule,
-    SequenceParallel,
-    Strategy,
-    misfit,
-)
+from shardwright.types import EMBEDDING, HEAD, Model
 from shardwright.types.model import base_type
+from shardwright.types.plan import FP8, NVFP4, Attention, Plan, Precision, Schedule, misfit
+from shardwright.types.strategy import ContextParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 from shardwright_search.space.uniform import UniformStrategy
 
 WHOLE_LAYERS = (Recompute.NONE, Recompute.FULL)

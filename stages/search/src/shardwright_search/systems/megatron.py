@@ -26,22 +26,8 @@ from shardwright.models.facts import Family
 from shardwright.models.mtp import MTP_TYPES, mtp_layers, without_mtp
 from shardwright.models.registry import FAMILIES
 from shardwright.models.traits import BLOCK, DENSE, SPARSE, Latents, Routing
-from shardwright.types import (
-    FP8,
-    NARROW_BITS,
-    NVFP4,
-    DataParallel,
-    Experts,
-    ExpertStrategy,
-    GradientReduction,
-    Heads,
-    Model,
-    Plan,
-    Precision,
-    Recompute,
-    Schedule,
-    SequenceParallel,
-)
+from shardwright.types import DataParallel, Experts, ExpertStrategy, Heads, Model, Recompute, SequenceParallel
+from shardwright.types.plan import FP8, NARROW_BITS, NVFP4, GradientReduction, Plan, Precision, Schedule
 from shardwright_search.space.configurations import Demands, Outer
 from shardwright_search.space.uniform import UniformStrategy
 from shardwright_search.systems.entry import Entry, Limits, expert_states_alike, has_experts, torchrun, whole_groups

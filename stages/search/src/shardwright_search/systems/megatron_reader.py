@@ -18,22 +18,10 @@ from shardwright.estimate.held import LIGHT, Module
 from shardwright.io import BadInput
 from shardwright.models.mtp import mtp_layers
 from shardwright.models.registry import FAMILIES
-from shardwright.types import (
-    FP8,
-    MAX_LAYERS,
-    NARROW_BITS,
-    NVFP4,
-    Attention,
-    ContextParallel,
-    DataParallel,
-    GradientReduction,
-    Model,
-    Plan,
-    Recompute,
-    SequenceParallel,
-)
+from shardwright.types import MAX_LAYERS, ContextParallel, DataParallel, Model, Recompute, SequenceParallel
+from shardwright.types.plan import FP8, NARROW_BITS, NVFP4, Attention, GradientReduction, Plan
 from shardwright_search.space.uniform import UniformStrategy, even_cuts, with_experts
-from shardwright_search.systems.entry import Reading, Setting, Settings
+from shardwright_search.systems.entry import Reading, Setting, Settings, has_experts
 
 _READ = {
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel"),
@@ -385,7 +373,7 @@ def _recompute(file: str, given: Words, setting: Setting) -> tuple[Recompute, li
     light = set(light_modules(setting.model))
     if light <= modules and modules <= light | {"core_attn"}:
         return Recompute.LIGHT, [_CORE_ATTENTION] * ("core_attn" in modules)
-    if _has_experts(setting.model):
+    if has_experts(setting.model):
         modules = {"mlp" if name == "moe" else name for name in modules}
     if unknown := sorted(modules - {"core_attn", "mlp"}):
         problem = f"recompute_modules {unknown[0]} is not priced by itself"
@@ -400,12 +388,8 @@ def light_modules(model: Model) -> tuple[str, ...]:
     """Return the modules of Megatron-LM that light recomputation is of: those that the model has."""
     facts = FAMILIES.get(model.family)
     latents = facts is not None and facts.attention.latents(facts.configured(model.config)) is not None
-    has = {Module.MOE_ACT: _has_experts(model), Module.MLA_UP_PROJ: latents}
+    has = {Module.MOE_ACT: has_experts(model), Module.MLA_UP_PROJ: latents}
     return tuple(str(module) for module in LIGHT if has.get(module, True))
-
-
-def _has_experts(model: Model) -> bool:
-    return any(model.types[name].experts is not UNSET for name in model.layers)
 
 
 def _first_recomputed(file: str, given: Words, plan: Plan) -> Plan:

@@ -146,7 +146,7 @@ def places_of(plan: Plan, groups: Sequence[NodesOfAType], carried: Carried, spot
         notes.append("no skypilot.yaml and trainjob.yaml: nodes of several types are no task of SkyPilot or Kubeflow")
     elif accelerator is None:
         device = plan.cluster.node_types[groups[0].node_type].device
-        notes.append(f"no skypilot.yaml: SkyPilot's name of {_one_line(device)} is not known")
+        notes.append(f"no skypilot.yaml: SkyPilot's name of {one_line(device)} is not known")
     else:
         written["skypilot.yaml"] = _sky_task(plan, groups[0], carried, accelerator, spot)
     return Places(written, tuple(notes))
@@ -297,7 +297,8 @@ def _meanings(carried: Carried) -> list[str]:
     return [*lines, "ARGUMENTS: further words of the command, between blanks"]
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
+    """Return a text as one line of printable characters."""
     return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
 
