@@ -11,8 +11,8 @@ from shardwright.optimizers.registry import ADAMW, OPTIMIZERS, Optimizer, Shard,
 from shardwright.plan.process_groups import communicators
 from shardwright.types import GIB, LayerStrategy, Parameter, Precision
 from shardwright_search.commands.verify import check_certifiable, outside
+from shardwright_search.cost_model.collectives import StageTopology
 from shardwright_search.cost_model.plan import evaluate
-from shardwright_search.cost_model.topology import StageTopology
 from shardwright_search.search import SearchAnswer, find_best
 from shardwright_search.space.budget import Infeasible
 from shardwright_search.space.request import SearchRequest, of_each_optimizer

@@ -14,11 +14,11 @@ from msgspec.structs import replace
 
 from shardwright.io import BadInput
 from shardwright.types import GIB, Cluster, Model
-from shardwright_search.alike_groups import best_alike
 from shardwright_search.candidates import (
     MAX_NEAR,
     NEAR,
     Candidate,
+    best_alike,
     best_elsewhere,
     candidate_of,
     changed,

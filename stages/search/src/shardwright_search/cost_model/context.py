@@ -22,6 +22,8 @@ from shardwright.types.model_profile import FitMode, FitRow, LayerFigures, Quant
 from shardwright.types.strategy import ContextParallel, LayerStrategy, Recompute, Strategy
 from shardwright_search.cost_model.collectives import (
     Duration,
+    StageTopology,
+    axis_group_kinds,
     collective_time,
     exchange_time,
     in_turn,
@@ -31,7 +33,6 @@ from shardwright_search.cost_model.collectives import (
 from shardwright_search.cost_model.compute import ComputeCost, layer_cost
 from shardwright_search.cost_model.profiles import Passes, Profiles
 from shardwright_search.cost_model.time_model import TimeModel
-from shardwright_search.cost_model.topology import StageTopology, axis_group_kinds
 
 _ACCUMULATED_BYTES = 4
 """Bytes of a number of attention's merged output, and of the gradient of queries, while blocks add to it."""

@@ -27,6 +27,8 @@ from shardwright.types.plan import ITEMSIZE, GradientReduction, Precision
 from shardwright_search.cost_model.collectives import (
     Duration,
     Nodes,
+    StageTopology,
+    axis_group_kinds,
     collective_time,
     handover_time,
     in_turn,
@@ -69,7 +71,6 @@ from shardwright_search.cost_model.parameters import (
 )
 from shardwright_search.cost_model.profiles import Passes, Profiles, host_rate
 from shardwright_search.cost_model.time_model import TimeModel
-from shardwright_search.cost_model.topology import StageTopology, axis_group_kinds
 from shardwright_search.step.cached_method import cached_method
 from shardwright_search.step.pareto import Numbers
 

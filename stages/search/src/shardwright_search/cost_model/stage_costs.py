@@ -19,10 +19,17 @@ from shardwright.plan.schedules.registry import schedule_of
 from shardwright.plan.schedules.schedule import Pass
 from shardwright.types import EMBEDDING, HEAD, ITEMSIZE, Model, Parameter, Plan, Strategy
 from shardwright.types.hardware_profile import Collective
-from shardwright_search.cost_model.collectives import collective_time, largest_slowdowns, longest, send_kind_time
+from shardwright_search.cost_model.collectives import (
+    StageTopology,
+    collective_time,
+    kinds_of,
+    largest_slowdowns,
+    longest,
+    send_kind_time,
+    stage_topology,
+)
 from shardwright_search.cost_model.experts import placed_imbalance
 from shardwright_search.cost_model.layer import Cost, CostModel, Gather, LayerCost, Turns, picoseconds
-from shardwright_search.cost_model.topology import StageTopology, kinds_of, stage_topology
 from shardwright_search.simulation.simulator import Overlap, Reduction, StageTimes
 from shardwright_search.step.memory import (
     LayerMemory,

@@ -17,7 +17,7 @@ import numpy as np
 
 from shardwright.plan.schedules.schedule import ClosedForm, PipelineSchedule
 from shardwright_search.solver.problem import DeviceGroup, Options
-from shardwright_search.solver.stage_bounds import Dual, rounded_down
+from shardwright_search.solver.stage_options import Dual, rounded_down
 from shardwright_search.step.memory import PassCounts, pass_counts
 from shardwright_search.step.pareto import Ints, Numbers
 

@@ -16,10 +16,10 @@ from shardwright.io import BadInput
 from shardwright.optimizers.registry import OPTIMIZERS
 from shardwright.plan.offload import can_offload
 from shardwright.types import Cluster, LayerStrategy, Model, Offload, Strategy
+from shardwright_search.cost_model.collectives import StageTopology, stage_topology
 from shardwright_search.cost_model.layer import CostModel, Link
 from shardwright_search.cost_model.profiles import Profiles, check_profiles, host_rate
 from shardwright_search.cost_model.stage_costs import has_shared
-from shardwright_search.cost_model.topology import StageTopology, stage_topology
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.min_memory import plain_plan
 from shardwright_search.solver.partition import Pipeline, PricedSolution
