@@ -16,7 +16,7 @@ APP = CommandLine(
         "new": Command(options.NewOptions, f"{_COMMANDS}.new:write_configuration"),
         "plan": Command(options.PlanOptions, f"{_COMMANDS}.plan:plan"),
         "evaluate": Command(options.EvaluateOptions, f"{_COMMANDS}.given_plans:evaluate_plan"),
-        "correct": Command(options.CorrectOptions, f"{_COMMANDS}.measured:correct"),
+        "correct": Command(options.CorrectOptions, f"{_COMMANDS}.given_plans:correct"),
         "explore": Command(options.ExploreOptions, "shardwright_search.explore.server:explore"),
         "explain": Command(options.ExplainOptions, f"{_COMMANDS}.explain:explain"),
         "export": Command(options.ExportOptions, f"{_COMMANDS}.given_plans:export_plan"),
