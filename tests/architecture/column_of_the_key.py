@@ -18,10 +18,10 @@ from shardwright.types.model_profile import (
     write_model_profile,
 )
 from shardwright_profile.importers.documents import profile_of, state_row
+from shardwright_search.cost_model.collectives import stage_topology
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.profiles import Scaling, index_profiles, scaled
 from shardwright_search.cost_model.time_model import TimeModel
-from shardwright_search.cost_model.topology import stage_topology
 
 MODEL, CLUSTER = make_model(), make_cluster(2)
 STRATEGIES = [LayerStrategy(type="block", tp_size=1, dp_size=2, gp_size=gp_size) for gp_size in (1, 2)]

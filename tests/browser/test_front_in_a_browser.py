@@ -4,8 +4,7 @@ import pytest
 from sample_results import a_plan
 from see_page import seen
 
-from shardwright_search.rent.page import FrontWords, front_page
-from shardwright_search.rent.table import Status, SubClusterRow, draw_front
+from shardwright_search.rent.table import FrontWords, Status, SubClusterRow, draw_front, front_page
 
 
 def _row(number, status):

@@ -5,7 +5,7 @@ from brute_force import pipeline_of
 from random_problems import best_of, random_mixed
 
 from shardwright_search.rent.front import Prices, RentalPrice, Rented
-from shardwright_search.solver.exhaust import Exhausted, exhaust
+from shardwright_search.solver.branch_and_bound import Exhausted, exhaust
 from shardwright_search.solver.targets import Target
 
 _PROBLEMS = 6

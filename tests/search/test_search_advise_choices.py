@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from shardwright.io import BadInput
 from shardwright.types import Attention, DataParallel, GradientReduction, Recompute, Schedule, SequenceParallel
 from shardwright_search.advise.choices import RULES, plan_of_rule, reading_of
-from shardwright_search.advise.leaner_plans import ways_to_fit
 from shardwright_search.advise.question import question_of
+from shardwright_search.advise.ways_out import ways_to_fit
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.options import AdviseOptions
 

@@ -6,8 +6,7 @@ from msgspec.structs import replace
 from shardwright.io import BadInput
 from shardwright.types import ContextParallel
 from shardwright_search.advise.choices import reading_of
-from shardwright_search.advise.long_context import priced_lengths, searched_cp_sizes
-from shardwright_search.advise.question import Question, model_of, question_of
+from shardwright_search.advise.question import Question, model_of, priced_lengths, question_of, searched_cp_sizes
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.options import AdviseOptions
 from shardwright_search.search import SearchAnswer, find_best

@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from shardwright.command.command_line import _exit_code
 from shardwright.types import Schedule
-from shardwright_search.advise.by_schedule import by_schedule
 from shardwright_search.advise.question import question_of
+from shardwright_search.advise.sizes import by_schedule
 from shardwright_search.cli import APP
 from shardwright_search.commands.advise import side_search
 from shardwright_search.options import AdviseOptions

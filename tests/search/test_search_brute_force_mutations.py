@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from offload_problems import random_with_offload
 from random_problems import random_problem
 
-from shardwright_search.solver import interleaved, interleaved_bounds, partition, stage_labels
+from shardwright_search.solver import interleaved, interleaved_problem, partition, stage_labels
 from shardwright_search.solver.configuration_bounds import ConfigurationBounds
 from shardwright_search.solver.interleaved_problem import InFlight
 from shardwright_search.solver.problem import Options, Problem, Start
@@ -206,11 +206,11 @@ def test_an_interleaved_solver_that_counts_other_outputs_as_freed_is_caught(monk
     ],
 )
 def test_an_interleaved_bound_that_counts_too_much_is_caught(monkeypatch, kind, field):
-    made = getattr(interleaved_bounds, kind)
+    made = getattr(interleaved_problem, kind)
 
     def more(*given):
         found = made(*given)
         return found._replace(**{field: 2 * getattr(found, field)})
 
-    monkeypatch.setattr(interleaved_bounds, kind, more)
+    monkeypatch.setattr(interleaved_problem, kind, more)
     assert any(map(interleaved_mistake, map(random_interleaved, SEEDS)))

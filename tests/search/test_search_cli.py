@@ -168,7 +168,7 @@ def test_runners_up_are_looked_for_where_they_are_asked_for_alone(inputs, tmp_pa
     asked = read_document(tmp_path / "asked.prediction.json", Prediction)
     assert len(asked.runners_up) > 2
     with monkeypatch.context() as without:
-        without.setattr("shardwright_search.candidates.other_configurations", None)
+        without.setattr("shardwright_search.search.best_elsewhere", None)
         assert plan(inputs, tmp_path / "plain.json").exit_code == 0
     assert (tmp_path / "plain.json").read_bytes() == (tmp_path / "asked.json").read_bytes()
     plain = read_document(tmp_path / "plain.prediction.json", Prediction)

@@ -12,7 +12,7 @@ from rest_long import rest_long
 from shardwright.io import BadInput
 from shardwright.types import Schedule
 from shardwright_search.cost_model import plan as evaluation
-from shardwright_search.cost_model.parts_of_strategies import parts_of
+from shardwright_search.cost_model.layer_cost import parts_of
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.search import NEAR, find_best

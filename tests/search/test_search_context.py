@@ -37,8 +37,7 @@ from shardwright_search.options import System
 from shardwright_search.search import SearchAnswer, find_best
 from shardwright_search.space.choices import shardings
 from shardwright_search.space.configurations import narrowed
-from shardwright_search.space.request import OuterSpace
-from shardwright_search.space.runnable import left_out, runnable
+from shardwright_search.space.request import OuterSpace, left_out, runnable
 from shardwright_search.systems.registry import SYSTEMS
 
 FILE = Path("s.json")

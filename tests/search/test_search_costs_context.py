@@ -25,11 +25,10 @@ from shardwright.types import (
 from shardwright.types.hardware_profile import Collective
 from shardwright.types.model_profile import ContextRow, LayerFigures, LayerRow, ModelProfile, ProfileOrigin
 from shardwright_profile.importers.documents import profile_of, state_row
-from shardwright_search.cost_model.collectives import exchange_time, send_kind_time
+from shardwright_search.cost_model.collectives import exchange_time, send_kind_time, stage_topology
 from shardwright_search.cost_model.layer import CostModel, LayerCost
 from shardwright_search.cost_model.profiles import index_profiles
 from shardwright_search.cost_model.time_model import TimeModel
-from shardwright_search.cost_model.topology import stage_topology
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,

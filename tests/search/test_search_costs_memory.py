@@ -7,10 +7,10 @@ import pytest
 from msgspec.structs import replace
 
 from shardwright.types import GIB, DataParallel, LayerStrategy, LayerType, Precision, SequenceParallel, Strategy
+from shardwright_search.cost_model.collectives import StageTopology
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.parameters import ParameterMemory, parameter_memory
 from shardwright_search.cost_model.plan import evaluate
-from shardwright_search.cost_model.topology import StageTopology
 from shardwright_search.search import Infeasible, SearchAnswer, find_best
 from shardwright_search.step.memory import Phase, StageMemory, layer_memory, no_layers, phases
 

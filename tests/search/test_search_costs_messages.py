@@ -8,12 +8,15 @@ from shardwright.types.hardware_profile import Collective, GroupKind
 from shardwright_search.cost_model.collectives import (
     Duration,
     Slowdowns,
+    StageTopology,
+    axis_group_kinds,
     collective_time,
+    data_group_kinds,
     overlapped_time,
     send_kind_time,
     slowdowns_of,
+    stage_topology,
 )
-from shardwright_search.cost_model.topology import StageTopology, axis_group_kinds, data_group_kinds, stage_topology
 
 NEAR, FAR = GroupKind(2, 2, True), GroupKind(2, 1, False)
 

@@ -12,8 +12,8 @@ from shardwright.types.hardware_profile import Collective
 from shardwright.types.model import Parameter
 from shardwright.types.plan import GradientReduction, Precision
 from shardwright.types.strategy import DataParallel, LayerStrategy, SequenceParallel
+from shardwright_search.cost_model.collectives import StageTopology
 from shardwright_search.cost_model.layer import CostModel, LayerCost
-from shardwright_search.cost_model.topology import StageTopology
 
 EVERY = GradientReduction.EVERY_MICROBATCH
 ALL_REDUCE, ONE_WAY = 85_536_000, 52_768_000

@@ -15,11 +15,15 @@ from shardwright.types.hardware_profile import Collective
 from shardwright.types.model import BoundaryTensor
 from shardwright.types.plan import PipelineStage, Plan, Precision, Schedule
 from shardwright.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
-from shardwright_search.cost_model.collectives import collective_time
-from shardwright_search.cost_model.communication import redistribution_time
+from shardwright_search.cost_model.collectives import (
+    StageTopology,
+    collective_time,
+    kinds_of,
+    redistribution_time,
+    stage_topology,
+)
 from shardwright_search.cost_model.layer import CostModel, Link
-from shardwright_search.cost_model.tied_weights import shared_cost_ps, tied_cost_ps
-from shardwright_search.cost_model.topology import StageTopology, kinds_of, stage_topology
+from shardwright_search.cost_model.stage_costs import shared_cost_ps, tied_cost_ps
 from shardwright_search.space.configurations import divisors
 
 

@@ -8,7 +8,7 @@ from rest_long import rest_long
 
 from shardwright_search.search import SearchAnswer, find_best
 from shardwright_search.solver.problem import Problem
-from shardwright_search.space.demands import Demands, Outer
+from shardwright_search.space.configurations import Demands, Outer
 from shardwright_search.space.search_space import NothingListed
 
 FILE = Path("search.json")

@@ -7,8 +7,8 @@ from random_requests import FILE, random_world
 
 from shardwright.types import DataParallel, Offload, Recompute
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
-from shardwright_search.explain import levers as module
-from shardwright_search.explain.levers import levers
+from shardwright_search.explain import tables as module
+from shardwright_search.explain.tables import levers
 from shardwright_search.search import SearchAnswer, find_best
 
 CHANGED = {

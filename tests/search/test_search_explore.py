@@ -14,7 +14,7 @@ import pytest
 
 from shardwright.io import BadInput
 from shardwright.types import Plan
-from shardwright_search.explore.asked import asked_of, query_of
+from shardwright_search.explore.child import asked_of, query_of
 from shardwright_search.explore.server import Explorer
 
 

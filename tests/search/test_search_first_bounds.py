@@ -14,11 +14,10 @@ from rest_long import rest_long
 from shardwright.types import GIB, NodeGroup
 from shardwright_search.solver import quick_bounds
 from shardwright_search.solver.quick_bounds import _NodeTypeBounds
-from shardwright_search.space import first_bound
-from shardwright_search.space.first_bound import FirstBounds
+from shardwright_search.space import search_space
 from shardwright_search.space.placements import StageWays
 from shardwright_search.space.request import StageWidths
-from shardwright_search.space.search_space import SearchSpace, space_of
+from shardwright_search.space.search_space import FirstBounds, SearchSpace, space_of
 
 FILE = Path("s.json")
 
@@ -104,8 +103,8 @@ def test_no_plan_of_any_widths_is_below_the_first_bound(count, at_least):
 
 def test_a_first_bound_of_any_widths_that_counts_too_much_is_caught(monkeypatch):
     """Stages' shares in the ranks, half as much again."""
-    right = first_bound.mean_weights
-    monkeypatch.setattr(first_bound, "mean_weights", lambda form, p, weight: right(form, p, 1.5 * weight))
+    right = search_space.mean_weights
+    monkeypatch.setattr(search_space, "mean_weights", lambda form, p, weight: right(form, p, 1.5 * weight))
     pairs = bounds_and_bests(range(60), slow_links=False, **ANY)
     assert any(bound > best for bound, best in pairs)
 

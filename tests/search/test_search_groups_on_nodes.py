@@ -11,8 +11,12 @@ from shardwright.io.hdf5 import Provenance
 from shardwright.io.table import Source, Table
 from shardwright.plan.sweep_plan import collective_kinds
 from shardwright.types.hardware_profile import Collective, GroupKind, HardwareProfile, PointRow, RepeatRow
-from shardwright_search.cost_model.collectives import collective_time
-from shardwright_search.cost_model.topology import axis_group_kinds, data_group_kinds, stage_topology
+from shardwright_search.cost_model.collectives import (
+    axis_group_kinds,
+    collective_time,
+    data_group_kinds,
+    stage_topology,
+)
 from shardwright_search.search import SearchAnswer, find_best
 from shardwright_search.space.search_space import space_of
 

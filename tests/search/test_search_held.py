@@ -32,9 +32,8 @@ from shardwright_search.advise.question import question_of
 from shardwright_search.advise.report import verdict
 from shardwright_search.cli import APP
 from shardwright_search.cost_model.parameters import parameter_memory
-from shardwright_search.cost_model.plan import evaluate
+from shardwright_search.cost_model.plan import evaluate, kept_if_it_fits
 from shardwright_search.cost_model.profiles import index_profiles
-from shardwright_search.cost_model.reclaimable import kept_if_it_fits
 from shardwright_search.options import AdviseOptions, System
 from shardwright_search.search import SearchAnswer, find_best
 

@@ -14,8 +14,8 @@ from shardwright.optimizers.registry import ADAMW, OPTIMIZERS, Optimizer, State
 from shardwright.plan.supported_fields import check_fields
 from shardwright.types import GIB, LayerStrategy, Plan, Precision
 from shardwright_search.advise import question as asking
+from shardwright_search.cost_model.collectives import StageTopology
 from shardwright_search.cost_model.plan import evaluate
-from shardwright_search.cost_model.topology import StageTopology
 from shardwright_search.options import AdviseOptions
 from shardwright_search.search import find_best
 from shardwright_search.space.budget import states_beyond_budget

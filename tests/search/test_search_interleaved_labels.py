@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from shardwright.plan.schedules.registry import schedule_of
 from shardwright.types import Schedule
 from shardwright_search.solver import interleaved_problem
-from shardwright_search.solver.interleaved import Interleaved
-from shardwright_search.solver.interleaved_labels import Chain, ChunkLabels
+from shardwright_search.solver.interleaved import Chain, ChunkLabels, Interleaved
 from shardwright_search.solver.interleaved_problem import InterleavedProblem
 from shardwright_search.solver.problem import Options
 

@@ -20,7 +20,7 @@ from random_problems import random_mixed, random_problem
 from test_search_simulation import F1B, GPIPE, INTERLEAVED
 
 from shardwright.types import GIB
-from shardwright_search import candidates, least_simulated, search
+from shardwright_search import candidates, search
 from shardwright_search.cli import APP
 from shardwright_search.commands import advise
 from shardwright_search.search import SearchAnswer, StoppedEarly, find_best
@@ -204,7 +204,7 @@ PHASES = (
     (search, "simulated"),
     (search, "further"),
     (search, "changed"),
-    (least_simulated, "_improved"),
+    (candidates, "_improved"),
 )
 
 

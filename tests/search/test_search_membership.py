@@ -8,8 +8,8 @@ from random_requests import FILE, random_solution, random_world
 from rest_long import rest_long
 
 from shardwright.types import Plan
+from shardwright_search.commands.verify import outside
 from shardwright_search.solver.problem import price
-from shardwright_search.space.membership import outside
 from shardwright_search.space.search_space import SearchSpace, space_of
 
 

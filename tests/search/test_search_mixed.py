@@ -22,8 +22,7 @@ from shardwright.types import GIB, Cluster, Model, Plan
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.cost_model.profiles import together
 from shardwright_search.explain.tables import node_types_table
-from shardwright_search.solver.bands import StageLowerBounds
-from shardwright_search.solver.configuration_bounds import ConfigurationBounds
+from shardwright_search.solver.configuration_bounds import ConfigurationBounds, StageLowerBounds
 from shardwright_search.solver.problem import price
 from shardwright_search.space.configurations import configurations, narrowed
 from shardwright_search.space.placements import StageWays

@@ -37,10 +37,10 @@ from shardwright_search.advise.question import question_of
 from shardwright_search.certificate.check import confirms
 from shardwright_search.certificate.make import certified
 from shardwright_search.cli import APP
+from shardwright_search.cost_model.collectives import StageTopology
 from shardwright_search.cost_model.layer import CostModel
-from shardwright_search.cost_model.parts_of_strategies import parts_of
+from shardwright_search.cost_model.layer_cost import parts_of
 from shardwright_search.cost_model.plan import evaluate
-from shardwright_search.cost_model.topology import StageTopology
 from shardwright_search.options import AdviseOptions, System
 from shardwright_search.search import SearchAnswer, find_best
 from shardwright_search.space.budget import Infeasible

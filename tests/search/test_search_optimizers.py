@@ -10,12 +10,11 @@ from shardwright.io import BadInput, read_document
 from shardwright.optimizers.registry import ADAMW, OPTIMIZERS, Optimizer, Shard, shards_of
 from shardwright.plan.process_groups import communicators
 from shardwright.types import GIB, LayerStrategy, Parameter, Precision
-from shardwright_search.commands.verify import check_certifiable
+from shardwright_search.commands.verify import check_certifiable, outside
+from shardwright_search.cost_model.collectives import StageTopology
 from shardwright_search.cost_model.plan import evaluate
-from shardwright_search.cost_model.topology import StageTopology
 from shardwright_search.search import SearchAnswer, find_best
 from shardwright_search.space.budget import Infeasible
-from shardwright_search.space.membership import outside
 from shardwright_search.space.request import SearchRequest, of_each_optimizer
 from shardwright_search.space.search_space import space_of
 

@@ -24,11 +24,10 @@ from shardwright.types.hardware_profile import write_hardware_profile
 from shardwright.types.model_profile import write_model_profile
 from shardwright_search.cli import APP
 from shardwright_search.commands.place import placed_layers, with_placement
-from shardwright_search.cost_model.expert_load import LoadFile, StatedLoad
+from shardwright_search.cost_model.expert_load import LoadFile, StatedLoad, assign, fullest_load, lower_bound
 from shardwright_search.cost_model.experts import placed_imbalance
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles
-from shardwright_search.expert_assignment import assign, fullest_load, lower_bound
 from shardwright_search.explain.tables import plan_differences
 from shardwright_search.options import UniformRequest
 from shardwright_search.systems.registry import SYSTEMS

@@ -18,8 +18,8 @@ from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.first_plans import first_plans
 from shardwright_search.search import NEAR, Infeasible, SearchAnswer, StoppedEarly, find_best
-from shardwright_search.solver.guesses import guess
 from shardwright_search.solver.stopping import GRACE_S, CpuSeconds
+from shardwright_search.solver.targets import guess
 from shardwright_search.space.configurations import configurations, narrowed
 from shardwright_search.space.request import SearchRequest
 from shardwright_search.space.search_space import SearchSpace, space_of
@@ -215,8 +215,8 @@ def test_a_degree_has_a_runner_up_though_no_plan_of_its_first_configuration_is_g
         asked.add(target.configuration.pp_size)
         return None if is_first else guess(target, bound, solvable)
 
-    monkeypatch.setattr("shardwright_search.alternatives.guess", from_the_second_on)
-    monkeypatch.setattr("shardwright_search.alternatives._MAX_LABELS", 0)
+    monkeypatch.setattr("shardwright_search.candidates.guess", from_the_second_on)
+    monkeypatch.setattr("shardwright_search.candidates._MAX_LABELS", 0)
     model, cluster = make.model(4), make.cluster(4)
     found = search(make.request(num_microbatches=[2, 4]), model, cluster, make.profiles(model, cluster))
     assert {len(own.plan.stages) for own in found.runners_up} >= asked - {len(found.chosen.plan.stages)} != set()

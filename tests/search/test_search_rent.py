@@ -27,10 +27,8 @@ from shardwright.types.hardware_profile import write_hardware_profile
 from shardwright.types.model_profile import write_model_profile
 from shardwright_search.cli import APP
 from shardwright_search.cost_model.plan import evaluate
-from shardwright_search.rent.front import Prices, find_front
-from shardwright_search.rent.page import FrontWords, front_page
-from shardwright_search.rent.sub_clusters import sub_clusters
-from shardwright_search.rent.table import FrontFile, Status, SubClusterRow, draw_front
+from shardwright_search.rent.front import Prices, find_front, sub_clusters
+from shardwright_search.rent.table import FrontFile, FrontWords, Status, SubClusterRow, draw_front, front_page
 from shardwright_search.space.request import Offer, Offers
 
 call = partial(call_app, APP)

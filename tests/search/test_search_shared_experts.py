@@ -36,14 +36,13 @@ from shardwright.types import (
     Strategy,
 )
 from shardwright.types.hardware_profile import Collective, GroupKind, HardwareProfile
-from shardwright_search.cost_model.collectives import collective_time
+from shardwright_search.cost_model.collectives import collective_time, stage_topology
 from shardwright_search.cost_model.compute import expert_cost
 from shardwright_search.cost_model.expert_load import LoadFile, StatedLoad, read_load
 from shardwright_search.cost_model.experts import even_load
 from shardwright_search.cost_model.layer import LayerCost
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.cost_model.profiles import Profiles, index_profiles
-from shardwright_search.cost_model.topology import stage_topology
 from shardwright_search.options import UniformRequest
 from shardwright_search.systems.registry import SYSTEMS
 from shardwright_search.uniform_plan import uniform_plan

@@ -13,8 +13,7 @@ from random_requests import FILE, World
 from shardwright.io import read_document, write_document
 from shardwright.types import Plan
 from shardwright_search import simplest as module
-from shardwright_search.alternatives import NEAR
-from shardwright_search.candidates import Candidate
+from shardwright_search.candidates import NEAR, Candidate
 from shardwright_search.cli import APP
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.search import SearchAnswer, find_best

@@ -6,7 +6,7 @@ from rest_long import rest_long
 from simulated_optimum import WITHIN, excesses, hostile_world, simulated_steps
 from unlike_worlds import UNLIKE_SEEDS, unlike_excesses
 
-from shardwright_search import alternatives, least_simulated, search
+from shardwright_search import candidates, search
 from shardwright_search.cost_model.plan import simulated_step_ps
 
 SEEDS = (0, 67, 103, 177)
@@ -27,13 +27,12 @@ def test_the_chosen_plan_of_unlike_stages_is_near_the_best_simulated_one(seeds):
     ("name", "forgetful"),
     [
         ("_moved_cuts", lambda problem, solution: iter(())),
-        ("_starts", lambda instance, ranked: ranked[: least_simulated._STARTS]),
+        ("_starts", lambda instance, ranked: ranked[: candidates._STARTS]),
         ("of_placements", lambda instance, bounds, best: iter(())),
     ],
 )
 def test_what_is_forgotten_of_unlike_stages_is_seen(monkeypatch, name, forgetful):
-    for module in (least_simulated, alternatives):
-        monkeypatch.setattr(module, name, forgetful, raising=False)
+    monkeypatch.setattr(candidates, name, forgetful)
     assert any(more > WITHIN for seed in UNLIKE_SEEDS for more in unlike_excesses([seed]).values())
 
 
@@ -57,12 +56,12 @@ def test_plans_that_are_not_changed_are_seen(monkeypatch):
 
 @pytest.mark.parametrize("forgotten", ["cut", "option"])
 def test_a_kind_of_change_that_is_forgotten_is_seen(monkeypatch, forgotten):
-    moves = least_simulated._moves
+    moves = candidates._moves
 
     def fewer(problem, solution):
         return (one for one in moves(problem, solution) if (one.ends == solution.ends) == (forgotten == "cut"))
 
-    monkeypatch.setattr(least_simulated, "_moves", fewer)
+    monkeypatch.setattr(candidates, "_moves", fewer)
     assert any(more > WITHIN for seed in SEEDS for more in excesses([seed]).values())
 
 
@@ -70,5 +69,5 @@ def test_changes_that_forget_the_budget_are_seen(monkeypatch):
     """A plan beyond the budget is not taken, but the search goes on with more in reserve and so past the best one."""
     seeds = (30,)
     assert max(excesses(seeds, tight=True).values()) <= WITHIN
-    monkeypatch.setattr(least_simulated, "_fitting", lambda problem, solution: 0.0)
+    monkeypatch.setattr(candidates, "_fitting", lambda problem, solution: 0.0)
     assert any(more > WITHIN for seed in seeds for more in excesses([seed], tight=True).values())

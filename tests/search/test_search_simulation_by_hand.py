@@ -6,8 +6,15 @@ from typing import NamedTuple
 import pytest
 
 from shardwright.types import Schedule
-from shardwright_search.simulation.reduction import Overlap, Reduction
-from shardwright_search.simulation.simulator import Event, Simulation, StageTimes, simulate, step_time_ps
+from shardwright_search.simulation.simulator import (
+    Event,
+    Overlap,
+    Reduction,
+    Simulation,
+    StageTimes,
+    simulate,
+    step_time_ps,
+)
 
 F1B, GPIPE, INTERLEAVED = Schedule.ONE_F_ONE_B, Schedule.GPIPE, Schedule.INTERLEAVED_1F1B
 

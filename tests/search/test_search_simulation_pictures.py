@@ -17,7 +17,7 @@ from shardwright.types import LayerStrategy, PipelineStage, Plan, Schedule, Stra
 from shardwright_search.cli import APP
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import read_profiles
-from shardwright_search.simulation.chrome_trace import chrome_trace
+from shardwright_search.simulation.simulator import chrome_trace
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -8,8 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.types import Schedule
-from shardwright_search.simulation.reduction import Overlap, Reduction, backward_pass
-from shardwright_search.simulation.simulator import StageTimes, lower_bound_ps, simulate, step_time_ps
+from shardwright_search.simulation.simulator import (
+    Overlap,
+    Reduction,
+    StageTimes,
+    backward_pass,
+    lower_bound_ps,
+    simulate,
+    step_time_ps,
+)
 
 ALONE, FREELY = None, Overlap(1, 1)
 elements = st.lists(st.builds(Reduction, st.integers(1, 60), st.integers(0, 90)), min_size=1, max_size=5).map(tuple)

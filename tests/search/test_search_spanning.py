@@ -26,8 +26,8 @@ from shardwright.types import GIB, Cluster, Model, Plan
 from shardwright_search.certificate.check import confirms
 from shardwright_search.certificate.make import certified
 from shardwright_search.commands.prediction import prediction_of_searched
+from shardwright_search.cost_model.collectives import axis_group_kinds, stage_topology
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
-from shardwright_search.cost_model.topology import axis_group_kinds, stage_topology
 from shardwright_search.search import SearchAnswer, find_best
 from shardwright_search.solver.problem import Problem, price
 from shardwright_search.space.configurations import configurations, narrowed

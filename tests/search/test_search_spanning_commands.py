@@ -16,8 +16,7 @@ from shardwright.types.hardware_profile import write_hardware_profile
 from shardwright.types.model_profile import write_model_profile
 from shardwright_search.cli import APP
 from shardwright_search.cost_model.plan import evaluate
-from shardwright_search.rent.front import find_front
-from shardwright_search.rent.sub_clusters import sub_clusters
+from shardwright_search.rent.front import find_front, sub_clusters
 from shardwright_search.search import Infeasible, SearchAnswer, find_best
 from shardwright_search.space.request import Offers
 

@@ -17,7 +17,7 @@ from shardwright.plan.schedules.passes import Pass
 from shardwright.types import Certificate, Plan, Schedule
 from shardwright_search.certificate.make import proof_of
 from shardwright_search.cli import APP
-from shardwright_search.proof_words import split_words
+from shardwright_search.search import split_words
 from shardwright_search.simulation.simulator import StageTimes, lower_bound_ps, step_time_ps
 from shardwright_search.solver.configuration_bounds import ConfigurationBounds
 from shardwright_search.solver.quick_bounds import Relaxed

@@ -21,8 +21,7 @@ from shardwright.plan.axes import Layout
 from shardwright.plan.layout import sent_numel
 from shardwright.types import GIB, BoundaryTensor, Cluster, Model, Plan, Prediction
 from shardwright_search.cli import APP
-from shardwright_search.cost_model.collectives import send_kind_time
-from shardwright_search.cost_model.communication import handover_time
+from shardwright_search.cost_model.collectives import handover_time, send_kind_time
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.explain.tables import plan_differences
 from shardwright_search.search import Infeasible, SearchAnswer, find_best

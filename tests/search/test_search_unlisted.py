@@ -13,15 +13,13 @@ from shardwright.io import BadInput
 from shardwright.types import GIB, DataParallel
 from shardwright_search.commands.prediction import plan_summary, prediction_of_searched
 from shardwright_search.commands.verify import problems_of
-from shardwright_search.rent.front import find_front
-from shardwright_search.rent.sub_clusters import sub_clusters
+from shardwright_search.rent.front import find_front, sub_clusters
 from shardwright_search.search import find_best
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.targets import Target
 from shardwright_search.space import choices
-from shardwright_search.space.first_bound import FirstBounds
 from shardwright_search.space.request import Offers, StageWidths
-from shardwright_search.space.search_space import SearchSpace, space_of
+from shardwright_search.space.search_space import FirstBounds, SearchSpace, space_of
 
 FILE = Path("s.json")
 

@@ -14,8 +14,7 @@ from shardwright.types import EMBEDDING, GIB, HEAD, UNSET, Strategy
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.interleaved_problem import InterleavedProblem
 from shardwright_search.solver.problem import DeviceGroup, Problem
-from shardwright_search.space.configurations import Configuration
-from shardwright_search.space.demands import NO_DEMANDS, Demands, Outer
+from shardwright_search.space.configurations import NO_DEMANDS, Configuration, Demands, Outer
 from shardwright_search.space.request import StageWidths
 from shardwright_search.space.search_space import NothingListed, SearchSpace, space_of
 

@@ -22,7 +22,7 @@ from shardwright.models.frozen import FrozenPart, freeze
 from shardwright.models.low_rank import adapt
 from shardwright.models.registry import TRACED_TOWERS
 from shardwright.types import EMBEDDING, HEAD, Model, Plan
-from shardwright_search.advise import traced as search_traced
+from shardwright_search.advise import question as asking
 from shardwright_search.cli import APP as SEARCH
 from shardwright_train.cli import APP as TRAIN
 from shardwright_train.models.base import family_of
@@ -154,9 +154,9 @@ def test_the_tower_can_be_frozen_by_name_and_low_rank_matrices_are_refused(tmp_p
 
 
 def test_without_torch_the_planner_says_how_to_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert search_traced.is_traced(CONFIG)
-    monkeypatch.setattr(search_traced, "find_spec", lambda name: None)
-    assert not search_traced.is_traced(CONFIG)
+    assert asking.is_traced(CONFIG)
+    monkeypatch.setattr(asking, "find_spec", lambda name: None)
+    assert not asking.is_traced(CONFIG)
     with pytest.raises(BadInput, match=r"'gemma3n' is none of the families .* pip install '\.\[train\]' traces"):
         read_config(CONFIG, "config.json")
 

@@ -19,7 +19,7 @@ from shardwright.models.registry import read_presets
 from shardwright.plan.communication import region_messages
 from shardwright.types import EMBEDDING, HEAD, Attention, LayerStrategy, Precision, Recompute
 from shardwright.types.model import Traced
-from shardwright_search.advise import traced as search_traced
+from shardwright_search.advise import question as asking
 from shardwright_search.advise.question import config_notes, model_of
 from shardwright_search.options import AdviseOptions
 from shardwright_train.commands.documents import describe_folder
@@ -184,17 +184,17 @@ def test_the_planner_asks_the_stage_that_trains(folder):
     (note,) = config_notes(asked)
     assert note.endswith("'starcoder2' is described by a trace of its stock class")
     config = json.loads((folder / "config.json").read_text())
-    assert search_traced.is_traced(config)
-    found = search_traced.traced_model(folder / "config.json", config, "starcoder", 32)
+    assert asking.is_traced(config)
+    found = asking.traced_model(folder / "config.json", config, "starcoder", 32)
     assert found == describe_folder(folder, "starcoder", 32)
-    assert search_traced.traced_model(folder / "config.json", config, "starcoder", None).sequence_length == 64
+    assert asking.traced_model(folder / "config.json", config, "starcoder", None).sequence_length == 64
     with pytest.raises(BadInput, match=r"--seq: .* does not state the sample length"):
-        search_traced.traced_model(folder / "config.json", {"model_type": "starcoder2"}, "starcoder", None)
+        asking.traced_model(folder / "config.json", {"model_type": "starcoder2"}, "starcoder", None)
 
 
 def test_without_torch_the_planner_says_how_to_have_it(folder, monkeypatch):
-    monkeypatch.setattr(search_traced, "find_spec", lambda name: None)
-    assert not search_traced.is_traced(STARCODER)
+    monkeypatch.setattr(asking, "find_spec", lambda name: None)
+    assert not asking.is_traced(STARCODER)
     with pytest.raises(
         BadInput, match=r"'starcoder2' is none of the families known here: .* pip install '\.\[train\]'"
     ):

@@ -23,9 +23,8 @@ from shardwright.types.model import Model
 from shardwright.types.plan import PipelineStage, Plan, Precision, Schedule
 from shardwright.types.prediction import Estimate
 from shardwright.types.strategy import ContextParallel, DataParallel, ExpertStrategy, LayerStrategy, Recompute
-from shardwright_search.cost_model.plan import cost_model_of, evaluate
+from shardwright_search.cost_model.plan import cost_model_of, evaluate, kept_bytes
 from shardwright_search.cost_model.profiles import Profiles, Scaling, index_profiles, scaled
-from shardwright_search.cost_model.reclaimable import kept_bytes
 from shardwright_search.options import System, UniformRequest
 from shardwright_search.systems.registry import SYSTEMS
 from shardwright_search.uniform_plan import uniform_plan

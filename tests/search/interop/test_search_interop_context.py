@@ -11,8 +11,7 @@ from shardwright.io import BadInput
 from shardwright.models.description import model_of_config
 from shardwright.types import ContextParallel, Plan, Schedule
 from shardwright_search.advise.choices import reading_of
-from shardwright_search.advise.long_context import priced_lengths
-from shardwright_search.advise.question import Question, question_of
+from shardwright_search.advise.question import Question, priced_lengths, question_of
 from shardwright_search.advise.targeted import best_for, started
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.options import AdviseOptions, System

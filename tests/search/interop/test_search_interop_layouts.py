@@ -14,7 +14,7 @@ from shardwright_search.advise.question import question_of
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.options import AdviseOptions
 from shardwright_search.systems.megatron_bridge import MEGATRON_BRIDGE
-from shardwright_search.systems.megatron_layout import read_layout, written_layout
+from shardwright_search.systems.megatron_reader import read_layout, written_layout
 from shardwright_search.systems.registry import SYSTEMS
 
 EMBEDDING, LOSS = "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"

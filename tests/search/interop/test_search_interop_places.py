@@ -22,9 +22,8 @@ from shardwright.io import write_document
 from shardwright.models.description import model_of_config
 from shardwright.types import Plan
 from shardwright_search.cli import APP
-from shardwright_search.systems.places import label_of
+from shardwright_search.systems.places import label_of, yaml_text
 from shardwright_search.systems.registry import SYSTEMS
-from shardwright_search.systems.yaml_text import yaml_text
 from shardwright_search.uniform_plan import uniform_plan
 
 DEVICE = "NVIDIA A100-SXM4-80GB"

@@ -4,9 +4,6 @@ from typing import NoReturn
 
 from shardwright.command import Command, CommandLine, run
 from shardwright_search import options
-from shardwright_search.certificate.options import VerifyOptions
-from shardwright_search.explore.options import ExploreOptions
-from shardwright_search.rent.options import RentOptions
 
 _COMMANDS = "shardwright_search.commands"
 _SYSTEMS = "shardwright_search.systems"
@@ -19,8 +16,8 @@ APP = CommandLine(
         "new": Command(options.NewOptions, f"{_COMMANDS}.new:write_configuration"),
         "plan": Command(options.PlanOptions, f"{_COMMANDS}.plan:plan"),
         "evaluate": Command(options.EvaluateOptions, f"{_COMMANDS}.given_plans:evaluate_plan"),
-        "correct": Command(options.CorrectOptions, f"{_COMMANDS}.measured:correct"),
-        "explore": Command(ExploreOptions, "shardwright_search.explore.server:explore"),
+        "correct": Command(options.CorrectOptions, f"{_COMMANDS}.given_plans:correct"),
+        "explore": Command(options.ExploreOptions, "shardwright_search.explore.server:explore"),
         "explain": Command(options.ExplainOptions, f"{_COMMANDS}.explain:explain"),
         "export": Command(options.ExportOptions, f"{_COMMANDS}.given_plans:export_plan"),
         "devices": Command(options.DevicesOptions, f"{_COMMANDS}.listing:list_devices"),
@@ -28,10 +25,10 @@ APP = CommandLine(
         "grid": Command(options.GridOptions, f"{_COMMANDS}.grid:grid"),
         "import galvatron": Command(options.ImportGalvatronOptions, f"{_SYSTEMS}.galvatron:import_galvatron"),
         "place": Command(options.PlaceOptions, f"{_COMMANDS}.place:place"),
-        "rent": Command(RentOptions, f"{_COMMANDS}.rent:rent"),
+        "rent": Command(options.RentOptions, f"{_COMMANDS}.rent:rent"),
         "simulate": Command(options.SimulateOptions, f"{_COMMANDS}.explain:simulate_plan"),
         "uniform": Command(options.UniformOptions, f"{_COMMANDS}.given_plans:uniform"),
-        "verify": Command(VerifyOptions, f"{_COMMANDS}.verify:verify"),
+        "verify": Command(options.VerifyOptions, f"{_COMMANDS}.verify:verify"),
     },
 )
 

@@ -10,8 +10,7 @@ from functools import partial
 from math import inf, log2
 from typing import TypeVar
 
-from shardwright_search.solver.guesses import GUESSED, WIDE, best_guess
-from shardwright_search.solver.targets import Best, Target
+from shardwright_search.solver.targets import GUESSED, WIDE, Best, Target, best_guess
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.request import StageWidths
 from shardwright_search.space.search_space import SearchSpace

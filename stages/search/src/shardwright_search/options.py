@@ -7,21 +7,64 @@ from typing import Annotated, Literal
 from msgspec import UNSET, Meta, field
 
 from shardwright.command import POSITIONAL, Off, Options
+from shardwright.estimate.runtimes import RuntimeOptions
+from shardwright.models.adapter_config import read_adapter
+from shardwright.models.frozen import FrozenPart, freeze
+from shardwright.models.low_rank import adapt
+from shardwright.types import GradientReduction, Model, OptimizerName, Precision, Schedule
 from shardwright.types.limits import Count, Gib, NonNegativeNumber, PositiveNumber, Samples, Seconds, Share, Tokens
-from shardwright.types.plan import (
-    Attention,
-    Base,
-    ComputeType,
-    DType,
-    GradientReduction,
-    OptimizerName,
-    Precision,
-    Schedule,
-)
+from shardwright.types.plan import Attention, Base, ComputeType, DType
 from shardwright.types.strategy import ContextParallel, DataParallel, Recompute, SequenceParallel
 from shardwright_search.cost_model.time_model import TimeModel
-from shardwright_search.profile_options import Imbalance, ModelOptions, ProfileOptions
-from shardwright_search.trained_parts import TrainedParts
+
+
+class TrainedParts(RuntimeOptions, frozen=True, kw_only=True):
+    """The trained parts of a model: all of it, all but frozen parameters, or added low-rank matrices."""
+
+    frozen: tuple[str, ...] = ()
+    """Part that is not trained: embedding, head, layers, layers[2] or layers[0:8], and behind a dot which parameters,
+    as in layers.mlp.*; may be repeated."""
+    lora: Path | None = None
+    """An adapter_config.json of peft, or its folder: the low-rank matrices that it names are trained, and no more."""
+
+    def trained(self, model: Model) -> Model:
+        """Return the description with these options applied; BadInput if they cannot be."""
+        if self.frozen:
+            model = freeze(model, tuple(map(FrozenPart.parse, self.frozen)))
+        if self.lora is None:
+            return model
+        return adapt(model, *read_adapter(self.lora))
+
+
+Imbalance = Annotated[
+    str | None,
+    Meta(
+        description="Positions that the fullest rank's experts get over the mean rank's: a ratio from 1, at most the "
+        "ranks that share them out, or a load that a run logged (shardwright.expert_load, JSON); by default all get as "
+        "many."
+    ),
+]
+
+
+class ProfileOptions(Options, frozen=True, kw_only=True):
+    """Options for the files that plans are priced with."""
+
+    hardware: tuple[Path, ...]
+    """Hardware profile of the cluster (HDF5); of a mixed one also several, one for each device."""
+    profile: tuple[Path, ...]
+    """Model profile on the cluster's device (HDF5); of a mixed cluster one for each device."""
+    correction: Path | None = None
+    """Factors that measured plans taught (shardwright.correction, JSON), to be applied; of one device only."""
+    imbalance: Imbalance = None
+
+
+class ModelOptions(ProfileOptions, frozen=True, kw_only=True):
+    """Options for the files of a search, except its request."""
+
+    cluster: Path
+    """Cluster file (shardwright.cluster, JSON)."""
+    model: Path
+    """Model description (shardwright.model, JSON)."""
 
 
 class System(StrEnum):
@@ -412,3 +455,87 @@ class DevicesOptions(Options, frozen=True, kw_only=True):
 
     device: Annotated[str | None, POSITIONAL] = None
     """A device, to see every figure with its source."""
+
+
+class VerifyOptions(ProfileOptions, frozen=True, kw_only=True):
+    """Confirm without searching that no plan of a search's space is faster than its certificate says."""
+
+    plan: Annotated[Path, POSITIONAL]
+    """Plan file that a search wrote (shardwright.plan, JSON)."""
+    certificate: Annotated[Path, POSITIONAL]
+    """The certificate that it wrote (shardwright.certificate, JSON)."""
+    search: Path
+    """The search file (shardwright.search, JSON)."""
+    cluster: Path | None = None
+    """Cluster (shardwright.cluster, JSON) that the plan must be for."""
+    model: Path | None = None
+    """Model description (shardwright.model, JSON) that the plan must be for."""
+
+
+class ExploreOptions(Options, frozen=True, kw_only=True):
+    """Serve a page on this machine on which model, GPUs, batch, length, system and budget are changed and searched.
+
+    The address that is printed has a token and is for this machine alone; Ctrl-C ends it.
+    """
+
+    link: Annotated[str | None, POSITIONAL] = None
+    """Address of somebody else's page, or what stands behind its question mark: its settings are taken."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """Port; 0: a free one."""
+
+
+class RentOptions(Options, frozen=True, kw_only=True):
+    """Find which nodes to rent: the exact front of step time (s) against price (USD per step) over all sub-clusters.
+
+    Of a model by name, from published figures: `rent gpt2-xl --gpus 0-8x8:A100-80+0-8x8:A10 --batch 128`; or from files
+    (--cluster, --model, --search, --hardware, --profile), measured or not. Every point is a complete plan. Ctrl-C takes
+    what is found so far, and says what is proven.
+    """
+
+    preset: Annotated[str | None, POSITIONAL] = field(default=None, name="name")
+    """A Hugging Face config.json, its folder, or a preset such as gpt2-xl."""
+    gpus: str | None = None
+    """NODESxGPUS:DEVICE, whose NODES may be a range or a list, as 0-8x8:A100-80 or 0,4,8x8:A10; types joined by +."""
+    batch: Samples | None = None
+    """Samples of a step; by default as many for each GPU as make about 4 Mi tokens on all nodes."""
+    seq: Tokens | None = None
+    """Tokens of a sample; by default as `advise` takes them."""
+    precision: Literal["float32", "bfloat16", "float16", "fp8", "nvfp4"] = "bfloat16"
+    """Type of forward and backward, of a model by name."""
+    budget_gib: Gib | None = None
+    """The most that a plan may use of a GPU, in GiB; by default 92 % of its memory."""
+    inter_node_gbit_s: str | None = None
+    """Gbit/s from one node to others, as `advise` takes it."""
+    price_per_gpu_hour: tuple[str, ...] = ()
+    """DEVICE=USD, in the place of what one provider asks; may be repeated."""
+    spot: tuple[str, ...] = ()
+    """DEVICE=USD: nodes of this type are spot nodes at this price of a GPU hour, and are marked as such."""
+    launch: Path | None = None
+    """New folder of what starts the plan of the point that --deadline or --price names: a SkyPilot task and others."""
+    cluster: Path | None = None
+    """Cluster file (shardwright.cluster, JSON): of each node type the most that can be rented."""
+    model: Path | None = None
+    """Model description (shardwright.model, JSON)."""
+    search: Path | None = None
+    """Search file (shardwright.search, JSON) with one global_batch_size; its memory_gib is in GiB."""
+    hardware: tuple[Path, ...] = ()
+    """Hardware profile of the cluster (HDF5); of a mixed one also several, one for each device."""
+    profile: tuple[Path, ...] = ()
+    """Model profile on the cluster's device (HDF5); of a mixed cluster one for each device."""
+    correction: Path | None = None
+    """Factors that measured plans taught (shardwright.correction, JSON), to be applied; of one device only."""
+    imbalance: Imbalance = None
+    offers: Path | None = None
+    """Offers file (shardwright.offers, JSON): prices (USD per hour), numbers of nodes."""
+    out: Path | None = None
+    """New folder: front.html, front.csv, front.h5 and front.svg, and for each point its plan and prediction."""
+    steps: Count | None = None
+    """Steps of the training."""
+    tokens: PositiveNumber | None = None
+    """Tokens of the training, instead of --steps."""
+    deadline: PositiveNumber | None = None
+    """Hours: name the cheapest point whose training takes no more."""
+    price: PositiveNumber | None = None
+    """USD: name the fastest point whose training costs no more."""
+    time_limit: Seconds | None = None
+    """Seconds after which what is found so far is taken."""

@@ -14,13 +14,21 @@ from msgspec.structs import replace
 
 from shardwright.io import BadInput
 from shardwright.types import GIB, Cluster, Model
-from shardwright_search.alike_groups import best_alike
-from shardwright_search.alternatives import MAX_NEAR, NEAR, further
-from shardwright_search.candidates import Candidate, best_elsewhere, candidate_of, is_short, runners_up
+from shardwright_search.candidates import (
+    MAX_NEAR,
+    NEAR,
+    Candidate,
+    best_alike,
+    best_elsewhere,
+    candidate_of,
+    changed,
+    further,
+    is_short,
+    runners_up,
+    simulated,
+)
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.first_plans import first_plans
-from shardwright_search.least_simulated import changed, simulated
-from shardwright_search.proof_words import MOST_PROVEN
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.stopping import CpuSeconds, Stopped, expired, latest, left, soon, stopped_at, until
 from shardwright_search.solver.targets import Best, Optimum, Target
@@ -32,12 +40,40 @@ from shardwright_search.space.budget import (
     states_beyond_budget,
     with_spare,
 )
-from shardwright_search.space.configurations import Configuration
-from shardwright_search.space.demands import NO_DEMANDS, Demands
+from shardwright_search.space.configurations import NO_DEMANDS, Configuration, Demands
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import Objective, SearchRequest, of_each_optimizer
 from shardwright_search.space.search_space import NothingListed, SearchSpace, Unlisted, space_of
 from shardwright_search.split_backward import Split, asks_for_split, best_split
+
+# Sentences about what a search has proven.
+
+
+MOST_PROVEN = 0.001
+"""The largest gap of a plan that is called optimal."""
+_ROUNDING = 1e-12
+"""Seconds are fractions of whole picoseconds: two equal times may differ by so much."""
+
+
+def proof_words(optimum_s: float, bound_s: float, within: str = "") -> str:
+    """Return, in words, what a bound proves about a plan; `within`: the limits of the plans; bound 0: no bound."""
+    if not bound_s:
+        return "not proven: how much faster another plan may be is not known"
+    gap = optimum_s / bound_s - 1
+    if gap > MOST_PROVEN:
+        return f"not proven: up to {gap * 100:.1f} % may be left"
+    return f"proven optimal{within} under these estimates (gap {gap * 100:.2f} %)"
+
+
+def split_words(time_s: float, bound_s: float, kind: str = "with split backward passes") -> str:
+    """Return, in words, what is proven of all plans of a kind, beside a plan's simulated time; bound 0: nothing."""
+    if not bound_s:
+        return f"how much faster another plan {kind} may be is not known"
+    if bound_s * (1 + _ROUNDING) >= time_s:
+        return f"no plan {kind} is faster by simulation, proven"
+    more = ceil((time_s / bound_s - 1) * 1e4) / 100
+    return f"no plan {kind} is more than {more:.2f} % faster by simulation, proven"
+
 
 _FIRST_SHARE = 0.6
 """The most of a time limit that is spent on first plans: bounds, and so proofs, come after them."""

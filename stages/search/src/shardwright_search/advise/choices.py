@@ -13,17 +13,8 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from shardwright.io import BadInput, has_controls, read_bytes
-from shardwright.types import (
-    MIB,
-    ContextParallel,
-    DataParallel,
-    GradientReduction,
-    Model,
-    Offload,
-    Plan,
-    Recompute,
-    SequenceParallel,
-)
+from shardwright.types import MIB, GradientReduction, Model, Plan
+from shardwright.types.strategy import ContextParallel, DataParallel, Offload, Recompute, SequenceParallel
 from shardwright_search.advise.question import Question
 from shardwright_search.space.configurations import divisors
 from shardwright_search.space.uniform import UniformStrategy, with_experts

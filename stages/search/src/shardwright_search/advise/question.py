@@ -1,14 +1,18 @@
 """The search that `shardwright advise` makes of its options, from shapes and published figures only."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from math import gcd
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from msgspec import UNSET
 from msgspec.structs import replace
 
+from shardwright.command import CommandLine
 from shardwright.devices.table import Device, DeviceTable, device_named, read_devices
 from shardwright.display.units import gib_text
 from shardwright.estimate.hardware import NodeRates, node_rates
@@ -17,35 +21,17 @@ from shardwright.estimate.notes import MEMORY_SEEN, SPARE_SHARE
 from shardwright.estimate.profile import hardware_profile, model_profile
 from shardwright.estimate.runtimes import SHARDWRIGHT, Runtime, attention_of
 from shardwright.estimate.settings import ProfileSettings
-from shardwright.io import BadInput, did_you_mean
-from shardwright.models.alike import read_config, read_configuration
+from shardwright.io import BadInput, did_you_mean, read_bytes, read_document
+from shardwright.models.alike import has_images, is_known, read_config, read_configuration
 from shardwright.models.config_keys import without_notes
 from shardwright.models.context import recompute_kinds
-from shardwright.models.description import USUAL_TOKENS, model_of_config
+from shardwright.models.description import USUAL_TOKENS, model_of_config, stated_length
 from shardwright.models.mtp import with_mtp
 from shardwright.models.registry import FAMILIES, read_presets
-from shardwright.types import (
-    FP8,
-    GIB,
-    MAX_DEVICES,
-    NARROW_BITS,
-    NVFP4,
-    RECOMPUTE_SETS,
-    RECOMPUTE_WHOLE,
-    Attention,
-    Cluster,
-    Estimate,
-    Model,
-    NodeGroup,
-    NodeType,
-    Offload,
-    Plan,
-    Precision,
-    Recompute,
-    Schedule,
-)
-from shardwright_search.advise.long_context import priced_lengths, searched_cp_sizes
-from shardwright_search.advise.traced import is_traced, traced_model
+from shardwright.models.traits import Config
+from shardwright.types import GIB, MAX_DEVICES, MIB, Cluster, Estimate, Model, NodeGroup, NodeType
+from shardwright.types.plan import FP8, NARROW_BITS, NVFP4, Attention, Plan, Precision, Schedule
+from shardwright.types.strategy import RECOMPUTE_SETS, RECOMPUTE_WHOLE, Offload, Recompute
 from shardwright_search.cost_model.expert_load import LoadFile, read_load
 from shardwright_search.cost_model.profiles import Profiles, index_profiles, together
 from shardwright_search.options import AdviseOptions
@@ -482,3 +468,75 @@ def _searched_ep_sizes(model: Model, devices: int) -> tuple[int, ...]:
     numbers = {kind.experts.number for name in model.layers if (kind := model.types[name]).experts is not UNSET}
     powers = (1 << power for power in range(devices.bit_length())) if numbers else ()
     return tuple(size for size in powers if size <= devices and all(number % size == 0 for number in numbers))
+
+
+# Models without facts: described by a trace of their class if the train stage is installed.
+
+
+_GROUP, _STAGE = "shardwright.commands", "train"
+_NEEDED = ("torch", "transformers")
+
+
+def is_traced(config: Config) -> bool:
+    """Return whether a config.json's model_type has no facts and the train stage, which traces it, is installed."""
+    installed = entry_points(group=_GROUP, name=_STAGE) and all(map(find_spec, _NEEDED))
+    unknown = isinstance(config.get("model_type"), str) and not is_known(config)
+    return unknown and not has_images(config) and bool(installed)
+
+
+def traced_model(file: Path, config: Config, name: str, sequence_length: int | None) -> Model:
+    """Return the description of a config.json by the train stage; raise BadInput as that does, or without a length."""
+    if file.name != "config.json":
+        raise BadInput(file, "has a model_type without facts, of which a trace reads a folder", "name it config.json")
+    sequence_length = sequence_length or stated_length(config)
+    if sequence_length is None:
+        raise BadInput("--seq", f"{file} does not state the sample length", "give it, in tokens")
+    (stage,) = entry_points(group=_GROUP, name=_STAGE)
+    app: CommandLine = stage.load()
+    with TemporaryDirectory() as folder:
+        out = Path(folder) / "model.json"
+        given = "--name", name, "--sequence-length", str(sequence_length), "--out", str(out)
+        app.call(["describe", str(file.parent), *given])
+        return read_document(out, Model)
+
+
+# Context parallelism in `advise`: the degrees that are searched for long samples, and the lengths to estimate.
+
+
+MIN_SHARE = 8192
+"""Positions of a sample that each rank has at least in searched plans: below, samples themselves are shared out."""
+_CP_SIZE = re.compile(r"(?:^|,)cp=([1-9]\d{0,6})(?:,|$)")
+_IN_FILES = re.compile(
+    r"(?:context[-_]parallel[-_](?:size|degree)|\b(?:cp_size|cp_sizes_enc|vcp))[\"']?[\s=:]+[\"']?([\d,]{1,65536})"
+)
+"""Degrees under the names that other systems have for them."""
+_MAX_BYTES, _MAX_DIGITS = MIB, 7
+
+
+def searched_cp_sizes(model: Model, devices: int) -> tuple[int, ...]:
+    """Return 1 and the powers of two that leave ranks `MIN_SHARE` positions each, in chunks of equal length."""
+    length, sizes = model.sequence_length, [1]
+    while (size := 2 * sizes[-1]) * MIN_SHARE <= length and size <= devices and length % (2 * size) == 0:
+        sizes.append(size)
+    return tuple(sizes)
+
+
+def priced_lengths(length: int, searched: Iterable[int], choices: Iterable[str]) -> tuple[int, ...]:
+    """Return the lengths of a rank's share of a sample, for searched degrees and for choices such as `tp=8,cp=2`.
+
+    A choice may be another system's file, or its arguments.
+    """
+    asked = (size for text in choices for size in _asked_sizes(text))
+    return tuple(sorted({length // size for size in (*searched, *asked) if length % size == 0} - {length}))
+
+
+def _asked_sizes(choice: str) -> Iterator[int]:
+    """Yield the context-parallel degrees in a choice, or in the file that it names."""
+    if (match := _CP_SIZE.search(choice)) is not None:
+        yield int(match[1])
+        return
+    path = Path(choice)
+    is_file = not choice.startswith("--") and path.is_file()
+    text = read_bytes(path, _MAX_BYTES).decode(errors="replace") if is_file else choice
+    for match in _IN_FILES.finditer(text):
+        yield from (int(size) for size in match[1].split(",") if 0 < len(size) <= _MAX_DIGITS and int(size))

@@ -16,21 +16,19 @@ from shardwright.models.context import plan_obstacle
 from shardwright.types import GIB, Estimate, Offload, Plan
 from shardwright.types.model_profile import ExchangeRow
 from shardwright.types.strategy import Dispatcher
-from shardwright_search.advise.by_schedule import LIMIT_S, SPLIT_LIMIT_S, OfSchedule
-from shardwright_search.advise.leaner_plans import ways_to_fit
 from shardwright_search.advise.question import Question
+from shardwright_search.advise.sizes import LIMIT_S, SPLIT_LIMIT_S, OfSchedule
 from shardwright_search.advise.targeted import Within
+from shardwright_search.advise.ways_out import ways_to_fit
 from shardwright_search.candidates import Candidate
-from shardwright_search.cost_model.plan import evaluate
+from shardwright_search.cost_model.plan import evaluate, kept_bytes
 from shardwright_search.cost_model.profiles import Profiles
-from shardwright_search.cost_model.reclaimable import kept_bytes
 from shardwright_search.explain.printing import Lines, ShellCommand, table
 from shardwright_search.explain.tables import node_types_table, plan_differences, sample_s, time_changes
-from shardwright_search.proof_words import proof_words, split_words
-from shardwright_search.search import SearchAnswer
+from shardwright_search.search import SearchAnswer, proof_words, split_words
 from shardwright_search.simplest import FEW, Simple, num_strategies
 from shardwright_search.space.budget import device_bytes_of, headroom
-from shardwright_search.space.runnable import left_out
+from shardwright_search.space.request import left_out
 from shardwright_search.systems.entry import Entry
 
 _NO_GAIN = 5e-4

@@ -1,4 +1,4 @@
-"""Answers for smaller memory budgets, and for more or fewer GPUs, as many as time allows."""
+"""Answers for smaller memory budgets, for more or fewer GPUs, as many as time allows, and for each schedule."""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -9,12 +9,14 @@ from msgspec.structs import replace
 from shardwright.devices.table import read_devices
 from shardwright.display.units import gib_text
 from shardwright.io import BadInput
-from shardwright.types import GIB, Estimate, Plan
+from shardwright.types import GIB, Estimate, Plan, Schedule
 from shardwright_search.advise.question import Question, group_of, machines_of, question_of
+from shardwright_search.candidates import Candidate
 from shardwright_search.options import AdviseOptions
 from shardwright_search.search import SearchAnswer, StoppedEarly
 from shardwright_search.solver.stopping import CpuSeconds, left, until
 from shardwright_search.space.budget import Infeasible
+from shardwright_search.space.configurations import is_solved
 
 _FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Sizes of the cluster over those that were asked."""
@@ -151,3 +153,53 @@ def _narrowed(question: Question, share: float) -> Question:
 def _reason(question: Question, lacking: Infeasible) -> str:
     more = "" if lacking.exact else "more than "
     return f"No plan fits in {question.budget_words}: even the leanest needs {more}{gib_text(lacking.min_bytes, 1)}."
+
+
+# What each schedule would bring: the best plan of each, searched by itself.
+
+
+LIMIT_S = 5.0
+"""CPU seconds in which the plan of each schedule is searched."""
+SPLIT_LIMIT_S = 10.0
+"""CPU seconds for a schedule that splits backward passes: the plans of 1F1B are searched, and then a bound."""
+
+
+class OfSchedule(NamedTuple):
+    """The best plan of a schedule that was found, or why there is none."""
+
+    schedule: Schedule
+    best: Candidate | None
+    why: str = ""
+    bound_sample_s: float | None = None
+    """The simulated time of a sample that no plan of a schedule that splits backward passes is below; 0: not known."""
+
+
+def by_schedule(
+    question: Question,
+    search: Searched,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Iterator[OfSchedule]:
+    """Yield the best plan of each schedule; of split backward passes, the quickest by simulation near the best of 1F1B.
+
+    `search` searches a changed question within some CPU seconds; `tell` receives a line of progress for each.
+    """
+    for schedule in Schedule:
+        asked = (schedule,) if is_solved(schedule) else (Schedule.ONE_F_ONE_B, schedule)
+        tell(f"schedule {schedule}")
+        changed = question._replace(request=replace(question.request, schedules=asked))
+        try:
+            result = search(changed, LIMIT_S if is_solved(schedule) else SPLIT_LIMIT_S)
+        except BadInput as error:
+            yield OfSchedule(schedule, None, str(error.args[1]))
+            continue
+        if isinstance(result, Infeasible):
+            yield OfSchedule(schedule, None, "no plan fits")
+            continue
+        if is_solved(schedule):
+            yield OfSchedule(schedule, result.chosen)
+            continue
+        bound_s, why = result.split_bound_s / result.chosen.plan.global_batch_size, "no pipeline is near the best plan"
+        if result.split:
+            lacking = f"the leanest exceeds the budget by {gib_text(result.split_over_bytes)}"
+            why = f"none of {result.split} plans near the best fits: {lacking}"
+        yield OfSchedule(schedule, result.split_plan, why, bound_s)

@@ -1,19 +1,25 @@
-"""Changes that make a model fit: more memory or nodes, other formats, offloading, LoRA, shorter samples, less batch."""
+"""Changes that make a model fit: more memory or nodes, other formats, offloading, shorter samples, leaner plans."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, count, dropwhile
 from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from shardwright.display.units import gib_text
 from shardwright.io import BadInput
-from shardwright.types import GIB, Recompute
+from shardwright.types import GIB, DataParallel, GradientReduction, LayerStrategy, Plan, Recompute, Strategy
 from shardwright_search.advise.question import Question, question_of
+from shardwright_search.advise.sizes import Searched
+from shardwright_search.candidates import Candidate
+from shardwright_search.cost_model.plan import evaluate
+from shardwright_search.explain.tables import sample_s
 from shardwright_search.options import AdviseOptions
 from shardwright_search.search import SearchAnswer, StoppedEarly
 from shardwright_search.solver.stopping import CpuSeconds, left, until
@@ -34,7 +40,6 @@ _IN_A_NODE = 8
 """The most GPUs of a node that are proposed: nodes of most devices have no more."""
 _NETWORK, _ASSUMED_GBIT_S = "--inter-node-gbit-s", "100"
 """The option of a network, and what is tried where that of a device's nodes is not known."""
-Search = Callable[[Question, float], SearchAnswer | Infeasible]
 
 
 Changes = Mapping[str, Any]
@@ -49,7 +54,7 @@ class _Way(NamedTuple):
     """The option as it is written, and what it changes: the one that is wanted most first, the leanest last."""
 
 
-def ways_out(options: AdviseOptions, question: Question, lacking: Infeasible, search: Search) -> Iterator[str]:
+def ways_out(options: AdviseOptions, question: Question, lacking: Infeasible, search: Searched) -> Iterator[str]:
     """Yield a line for each change: the plan that then fits and its step time, what is still missing, or no time.
 
     Each search has `_EACH_S`, and all together `_LIMIT_S` or the asked time limit, in CPU seconds. If no way is enough,
@@ -92,7 +97,7 @@ def _together(
     question: Question,
     ways: Sequence[_Way],
     lacking: Infeasible,
-    search: Search,
+    search: Searched,
     deadline: float,
 ) -> Iterator[str]:
     """Yield the first of several ways together that fits: those that train all, those with LoRA, and on more GPUs."""
@@ -148,7 +153,7 @@ def _ways(asked: AdviseOptions, question: Question, folder: Path) -> Iterator[_W
         yield _Way("one moment of matrices", (("--optimizer muon", {"optimizer": ("muon",)}),))
 
 
-def _outcome(options: AdviseOptions, search: Search, deadline: float) -> SearchAnswer | Infeasible | BadInput | None:
+def _outcome(options: AdviseOptions, search: Searched, deadline: float) -> SearchAnswer | Infeasible | BadInput | None:
     """Return what is found of changed options, or why they are refused; None: it was not found in time.
 
     The answer is that of the usual budget where that is found, as `advise` itself gives it.
@@ -169,7 +174,7 @@ def _outcome(options: AdviseOptions, search: Search, deadline: float) -> SearchA
         return refused
 
 
-def _found(question: Question, search: Search, deadline: float) -> SearchAnswer | Infeasible | None:
+def _found(question: Question, search: Searched, deadline: float) -> SearchAnswer | Infeasible | None:
     """Return the answer to a question; None: it was not found in time."""
     try:
         return search(question, CpuSeconds(min(_EACH_S, left(deadline) or 0.0)))
@@ -192,7 +197,7 @@ def _brings(outcome: SearchAnswer | Infeasible | BadInput, lacking: Infeasible) 
     return f"fits, {most}{estimate.simulated_step_time_s:.4g} s a step, {tokens_per_s:,.0f} tokens/s"
 
 
-def _by_recomputing(question: Question, lacking: Infeasible, search: Search, deadline: float) -> str:
+def _by_recomputing(question: Question, lacking: Infeasible, search: Searched, deadline: float) -> str:
     """Return how much memory recomputation saves in the leanest plan, which uses it already."""
     counted = "recomputation and micro-batches of one sample are in the leanest plan already"
     left_s = left(deadline) or 0.0
@@ -214,7 +219,7 @@ def _more(without: Infeasible, lacking: Infeasible) -> float:
 
 
 def _larger_budget(
-    asked: AdviseOptions, question: Question, lacking: Infeasible, search: Search, deadline: float
+    asked: AdviseOptions, question: Question, lacking: Infeasible, search: Searched, deadline: float
 ) -> Iterator[str]:
     """Yield the least budget that is known to fit, or the memory that GPUs must have."""
     types = question.cluster.node_types
@@ -236,7 +241,7 @@ def _larger_budget(
 
 
 def _more_nodes(
-    asked: AdviseOptions, question: Question, lacking: Infeasible, search: Search, deadline: float
+    asked: AdviseOptions, question: Question, lacking: Infeasible, search: Searched, deadline: float
 ) -> Iterator[str]:
     """Yield the fewest nodes of the type that fit, or a number that does if some were not decided."""
     if len(question.cluster.nodes) > 1:
@@ -282,3 +287,114 @@ def _states_beyond_budget(question: Question) -> int:
     given = question.model, question.cluster, question.profiles, Path("--gpus")
     each = (space_of(one, *given) for one in of_each_optimizer(question.request))
     return min(states_beyond_budget(space.instance) for space in each)
+
+
+# What would make a plan of the user's own fit: smaller micro-batches, recomputation, states that are more sharded.
+
+
+class _Lever(NamedTuple):
+    """A change that makes a plan leaner: its name, and the changed plans, the one that costs the least time first."""
+
+    name: str
+    plans: Callable[[Plan], Iterator[Plan]]
+
+
+def ways_to_fit(question: Question, plan: Plan) -> Iterator[str]:
+    """Yield a line for each change of a plan that does not fit: its time if it fits then, else how much is lacking.
+
+    Only if no change is enough alone, all are made together.
+    """
+    time_s, fits = sample_s(plan, evaluate(plan, question.profiles, timeline=False).estimate), False
+    for name, plans in _LEVERS:
+        best = _first_that_fits(question, plans(plan))
+        if best is not None:
+            fits |= question.fits(best.plan, best.evaluation.estimate)
+            yield f"{name} ({_set_words(best.plan)}): {_result_of(question, best, time_s)}"
+    if not fits and (best := _first_that_fits(question, _all_levers(plan))) is not None:
+        yield f"all of these ({_set_words(best.plan)}): {_result_of(question, best, time_s)}"
+
+
+def _first_that_fits(question: Question, plans: Iterator[Plan]) -> Candidate | None:
+    """Return the first plan that fits, else the last one; None: there is none."""
+    candidate = None
+    for plan in plans:
+        with suppress(BadInput):  # sizes that the profile does not have
+            candidate = Candidate(plan, evaluate(plan, question.profiles, timeline=False))
+            if question.fits(plan, candidate.evaluation.estimate):
+                break
+    return candidate
+
+
+def _result_of(question: Question, candidate: Candidate, time_s: float) -> str:
+    plan, estimate = candidate.plan, candidate.evaluation.estimate
+    lacks = -min(question.left_bytes(plan, estimate))
+    if lacks > 0:
+        return f"still exceeds the budget by {gib_text(lacks)} a rank"
+    ratio = sample_s(plan, estimate) / time_s
+    return f"fits, {estimate.simulated_step_time_s:.4g} s a step, {ratio:.2f} times its time"
+
+
+def _set_words(plan: Plan) -> str:
+    """Return what the levers set, in words."""
+    layer = plan.layers[0]
+    recompute = "" if layer.recompute is Recompute.NONE else f" recompute {layer.recompute}"
+    return f"{plan.num_microbatches} x {plan.microbatch_samples} samples, {layer.data_parallel}{recompute}"
+
+
+def _smaller(plan: Plan) -> Iterator[Plan]:
+    """Yield the plan with ever smaller micro-batches, as long as each data-parallel rank has a sample of each."""
+    for more in divisors(plan.global_batch_size):
+        if more > plan.num_microbatches and more % plan.num_microbatches == 0:
+            yield from _changed(plan, num_microbatches=more)
+
+
+def _recomputing(plan: Plan) -> Iterator[Plan]:
+    """Yield the plan with more recomputation in all layers."""
+    kinds = Recompute.SELECTIVE, Recompute.FULL
+    now = {layer.recompute for layer in plan.layers}
+    for kind in kinds if now == {Recompute.NONE} else () if now == {Recompute.FULL} else kinds[1:]:
+        yield from _changed(plan, layers=tuple(replace(layer, recompute=kind) for layer in plan.layers))
+
+
+def _sharding(plan: Plan) -> Iterator[Plan]:
+    """Yield the plan with more of its states sharded over all data-parallel ranks; ZeRO-3 as FSDP runs it."""
+    now = {layer.data_parallel for layer in plan.layers}
+    if now == {DataParallel.DDP}:
+        yield from _sharded(plan, DataParallel.ZERO2)
+    if now != {DataParallel.ZERO3}:
+        yield from _sharded(plan, DataParallel.ZERO3, gradient_reduction=GradientReduction.EVERY_MICROBATCH)
+
+
+def _sharded(plan: Plan, kind: DataParallel, **changes: Any) -> Iterator[Plan]:  # noqa: ANN401 (of a plan's fields)
+    def outer(strategy: Strategy) -> Strategy:
+        return replace(strategy, data_parallel=kind, shard_size=0)
+
+    def of_layer(layer: LayerStrategy) -> LayerStrategy:
+        experts = layer.experts
+        if experts is not UNSET:
+            experts = replace(experts, data_parallel=kind, shard_size=0)
+        return replace(layer, data_parallel=kind, shard_size=0, experts=experts)
+
+    layers = tuple(map(of_layer, plan.layers))
+    yield from _changed(plan, embedding=outer(plan.embedding), head=outer(plan.head), layers=layers, **changes)
+
+
+def _all_levers(plan: Plan) -> Iterator[Plan]:
+    """Yield the plan with as much recomputation and sharding as there is, and then with ever smaller micro-batches."""
+    for lever in (_recomputing, _sharding):
+        *_, plan = plan, *lever(plan)
+    yield plan
+    yield from _smaller(plan)
+
+
+def _changed(plan: Plan, **changes: Any) -> Iterator[Plan]:  # noqa: ANN401 (of a plan's fields)
+    """Yield the changed plan; nothing if its sizes do not divide one another."""
+    with suppress(ValueError):
+        yield replace(plan, **changes)
+
+
+_LEVERS = (
+    _Lever("smaller micro-batches", _smaller),
+    _Lever("recomputation", _recomputing),
+    _Lever("more sharded states", _sharding),
+)

@@ -14,7 +14,7 @@ from shardwright.types import Band, ConfigurationProof, MemoryPrice, Prices
 from shardwright_search.certificate import bounds
 from shardwright_search.certificate.bounds import Array, Chain, Duals, Problem, duals_of, paths
 from shardwright_search.certificate.check import Way, Ways, band_holds
-from shardwright_search.solver.stage_bounds import hull, slopes_of
+from shardwright_search.solver.stage_options import hull, slopes_of
 
 GAPS = (1e-9, 1e-4, 3e-4, 1e-3, 2e-3, 3e-3, 5e-3, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 0.9)
 """Shares by which the bound that is confirmed may be below the best plan, tried in this order."""

@@ -12,12 +12,11 @@ from shardwright.display.columns import line_width, wrapped
 from shardwright.display.units import gib_text
 from shardwright.io import BadInput, NothingFits, check_new, check_writable, write_bytes, write_document
 from shardwright.types import Cluster, Estimate, Model, Plan
-from shardwright_search.advise.by_schedule import by_schedule
 from shardwright_search.advise.choices import RULES, plan_of_rule, reading_of
 from shardwright_search.advise.page import advice_page
 from shardwright_search.advise.question import Question, config_notes, question_of
 from shardwright_search.advise.report import Advice, PricedChoice, report
-from shardwright_search.advise.sizes import Sized, outcomes_by_budget
+from shardwright_search.advise.sizes import Sized, by_schedule, outcomes_by_budget
 from shardwright_search.advise.targeted import Within, best_for, started
 from shardwright_search.advise.ways_out import ways_out
 from shardwright_search.candidates import Candidate, kind_of
@@ -33,7 +32,7 @@ from shardwright_search.simplest import Simple, simplest
 from shardwright_search.solver.stopping import CpuSeconds, latest, left, soon, until
 from shardwright_search.space.budget import Infeasible
 from shardwright_search.space.request import SearchRequest
-from shardwright_search.systems.own_runtime import own_launch
+from shardwright_search.systems.launch import own_launch
 from shardwright_search.systems.registry import SYSTEMS
 
 _RULE = "rule:"
@@ -85,10 +84,8 @@ def advise(options: AdviseOptions) -> None:
 
 def _check(options: AdviseOptions) -> None:
     """Raise BadInput for files that cannot be written, and for options that need other options."""
-    if options.out is not None:
-        check_writable(options.out)
-    if options.html is not None:
-        check_writable(options.html)
+    for path in filter(None, (options.out, options.html)):
+        check_writable(path)
     if options.launch is not None:
         check_new(options.launch)
         check_writable(options.launch / "node.sh")

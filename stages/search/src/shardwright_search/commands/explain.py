@@ -28,19 +28,23 @@ from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.plan import Evaluation, cost_model_of, evaluate
 from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.explain.binding import Change, LayerAlternatives, binding_lines, faster_changes, fullest_stage
-from shardwright_search.explain.levers import levers
 from shardwright_search.explain.printing import Lines, show_rich, table
-from shardwright_search.explain.tables import answers_shown, difference, explanation, levers_table, node_types_table
+from shardwright_search.explain.tables import (
+    answers_shown,
+    difference,
+    explanation,
+    levers,
+    levers_table,
+    node_types_table,
+)
 from shardwright_search.explain.what_if import WhatIf, WhatIfAnswer, answer, neighbours, outlook
 from shardwright_search.options import ExplainOptions, SimulateOptions
-from shardwright_search.proof_words import split_words
-from shardwright_search.search import SearchAnswer
-from shardwright_search.simulation.chrome_trace import chrome_trace
+from shardwright_search.search import SearchAnswer, split_words
+from shardwright_search.simulation.simulator import chrome_trace
 from shardwright_search.solver.stopping import was_interrupted
 from shardwright_search.space.budget import allowed_bytes, budgets_of, with_spare
 from shardwright_search.space.configurations import narrowed
-from shardwright_search.space.request import SearchRequest, batch_sizes
-from shardwright_search.space.runnable import left_out
+from shardwright_search.space.request import SearchRequest, batch_sizes, left_out
 
 _KINDS = ("forward", "backward", "weight", "gradient_sync", "optimizer")
 _STAYS = (

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from shardwright.command import show
 from shardwright.display.columns import line_width, wrapped
-from shardwright.io import BadInput, atomic_path, check_new, read_document, sync_path, write_document
-from shardwright.types import Cluster, Model, Plan
+from shardwright.io import BadInput, atomic_path, check_new, read_document, sha256_of_file, sync_path, write_document
+from shardwright.types import Cluster, Correction, Measurement, Model, Plan
 from shardwright_search.advise.choices import reading_of
 from shardwright_search.commands.prediction import (
     plan_summary,
@@ -18,9 +18,10 @@ from shardwright_search.commands.prediction import (
     read_prediction,
     written,
 )
+from shardwright_search.cost_model.calibration import Evidence, evidence_of, learned
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
-from shardwright_search.options import EvaluateOptions, ExportOptions, UniformOptions
-from shardwright_search.profile_options import ProfileOptions
+from shardwright_search.cost_model.profiles import Profiles, read_profiles
+from shardwright_search.options import CorrectOptions, EvaluateOptions, ExportOptions, ProfileOptions, UniformOptions
 from shardwright_search.systems.entry import Reading, Setting
 from shardwright_search.systems.launch import Launch
 from shardwright_search.systems.registry import SYSTEMS
@@ -107,3 +108,38 @@ def _plan_to_export(options: ExportOptions) -> Reading:
         problem = f"{options.runner_up}: {prediction_path(options.plan)} has {len(runners_up)} of them"
         raise BadInput("--runner-up", problem, "search with --runners-up, or give a lower number")
     return Reading(runners_up[options.runner_up - 1].plan)
+
+
+# `shardwright correct`: correction factors from measured plans.
+
+
+def correct(options: CorrectOptions) -> None:
+    """Write the correction that the measured plans teach."""
+    profiles = read_profiles([options.hardware], [options.profile])
+    evidence = [each for path in options.measurements for each in _evidence_in(path, profiles)]
+    factors, warnings = learned(evidence)
+    correction = Correction(
+        factors=factors,
+        plans_sha256=tuple(dict.fromkeys(each.plan_sha256 for each in evidence)),
+        measurements_sha256=tuple(map(sha256_of_file, options.measurements)),
+        hardware_sha256=sha256_of_file(options.hardware),
+        profiles_sha256=(sha256_of_file(options.profile),),
+        warnings=warnings,
+    )
+    lines = [
+        f"{term}: {x.factor:.3f} x predicted ({x.lowest:.3f} to {x.highest:.3f}; {x.num_plans} plans)"
+        for term, x in factors.items()
+    ]
+    with atomic_path(options.out) as path:
+        write_document(path, correction)
+        show("\n".join([*lines, *(f"warning: {warning}" for warning in warnings)]))
+
+
+def _evidence_in(path: Path, profiles: Profiles) -> list[Evidence]:
+    measurement = read_document(path, Measurement)
+    if measurement.device != profiles.origin.device:
+        problem = f"was measured on {measurement.device!r}, the profile on {profiles.origin.device!r}"
+        raise BadInput(path, problem, "take the profiles of that device")
+    if not measurement.plans:
+        raise BadInput(path, "every plan of it ran out of memory", "measure plans that fit")
+    return [one for measured in measurement.plans for one in evidence_of(measured, profiles)]

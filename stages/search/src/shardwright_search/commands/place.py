@@ -13,11 +13,9 @@ from shardwright.plan.axes import neighbouring_experts
 from shardwright.plan.expert_placement import load_misfit
 from shardwright.types import ExpertLoad, Plan
 from shardwright_search.commands.prediction import prediction_of_evaluated, read_inputs, written
-from shardwright_search.cost_model.expert_load import LoadFile
+from shardwright_search.cost_model.expert_load import Groups, LoadFile, assign, fullest_load
 from shardwright_search.cost_model.plan import evaluate
-from shardwright_search.expert_assignment import Groups, assign, fullest_load
-from shardwright_search.options import PlaceOptions
-from shardwright_search.profile_options import ProfileOptions
+from shardwright_search.options import PlaceOptions, ProfileOptions
 
 _UNIT = 10**12
 """Parts of a layer's load, so that shares are whole numbers."""

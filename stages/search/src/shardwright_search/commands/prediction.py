@@ -15,18 +15,15 @@ from shardwright.io import BadInput, atomic_path, read_document, sha256_of_file,
 from shardwright.io.versions import PRODUCT, versions_text
 from shardwright.models.context import recompute_kinds
 from shardwright.types import MIB, Correction, Estimate, Plan, Prediction, Proof, RunnerUp
-from shardwright_search.alternatives import NEAR
-from shardwright_search.candidates import Candidate
+from shardwright_search.candidates import NEAR, Candidate
 from shardwright_search.cost_model.expert_load import LoadFile, read_load
 from shardwright_search.cost_model.plan import Evaluation
 from shardwright_search.cost_model.profiles import Profiles, read_profiles
-from shardwright_search.profile_options import ProfileOptions
-from shardwright_search.proof_words import proof_words, split_words
-from shardwright_search.search import SearchAnswer
+from shardwright_search.options import ProfileOptions
+from shardwright_search.search import SearchAnswer, proof_words, split_words
 from shardwright_search.space.budget import budgets_of, headroom, over_bytes
 from shardwright_search.space.configurations import is_solved
-from shardwright_search.space.request import Objective, SearchRequest, StageWidths
-from shardwright_search.space.runnable import left_out
+from shardwright_search.space.request import Objective, SearchRequest, StageWidths, left_out
 from shardwright_search.split_backward import NEAR_SPLIT
 
 

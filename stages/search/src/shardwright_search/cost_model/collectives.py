@@ -1,8 +1,10 @@
-"""Times of collectives from the hardware profile, and mutual slowdowns of collectives and computation."""
+"""Placement of groups of ranks on nodes, and the times of their messages: collectives, sends and redistribution."""
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from math import log
+from itertools import groupby
+from math import ceil, log
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,9 +12,91 @@ from numpy.typing import NDArray
 
 from shardwright.io import BadInput
 from shardwright.io.table import median
-from shardwright.plan.groups import nearest_measured, seconds_on
+from shardwright.plan.axes import Axis, Layout, ParameterAxes, common_block, common_samples
+from shardwright.plan.groups import groups_by_kind, nearest_measured, seconds_on
+from shardwright.plan.layout import closed_groups, redistribution_plan, sent_numel
+from shardwright.types import BoundaryTensor, Cluster
 from shardwright.types.hardware_profile import Collective, CollectiveKey, GroupKind, HardwareProfile
 from shardwright_search.cost_model.profiles import MADE_FROM, Profiles
+
+# The placement of a pipeline stage's ranks on nodes, and the kinds of groups that they form.
+
+
+class StageTopology(NamedTuple):
+    """How many neighbouring ranks of a stage are on each node or NVLink domain; equal placements cost the same."""
+
+    node_type: str
+    """Node type of its ranks; if it spans several, the type whose costs are requested."""
+    on_each_node: tuple[int, ...]
+    node_types: tuple[str, ...] = ()
+    """Node type of each node, if it spans several types."""
+
+    @property
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return sum(self.on_each_node)
+
+    @property
+    def each_type(self) -> tuple["StageTopology", ...]:
+        """Return the topology once for each node type of the stage; the slowest type determines common times."""
+        names = dict.fromkeys(self.node_types or (self.node_type,))
+        return tuple(self._replace(node_type=name) for name in names)
+
+    @property
+    def type_names(self) -> tuple[str, ...]:
+        """Its node types, in the order of their names."""
+        return tuple(sorted({*self.node_types} or {self.node_type}))
+
+    def ranks_on(self, node_type: str) -> int:
+        """Return the number of its ranks on a node type."""
+        types = self.node_types or (self.node_type,) * len(self.on_each_node)
+        return sum(ranks for name, ranks in zip(types, self.on_each_node, strict=True) if name == node_type)
+
+
+def stage_topology(cluster: Cluster, ranks: Sequence[int]) -> StageTopology:
+    """Return the topology of a stage's ranks."""
+    nodes, types = cluster.domain_of_rank, cluster.node_type_of_rank
+    runs = [tuple(run) for _, run in groupby(ranks, key=nodes.__getitem__)]
+    names = tuple(types[run[0]] for run in runs)
+    return StageTopology(names[0], tuple(map(len, runs)), names if len(set(names)) > 1 else ())
+
+
+@lru_cache(maxsize=4096)
+def axis_group_kinds(topology: StageTopology, axis: Axis) -> tuple[GroupKind, ...]:
+    """Return the kinds of a stage's groups along an axis."""
+    return kinds_of(topology, axis.groups(range(topology.size)))
+
+
+class DataGroupKinds(NamedTuple):
+    """The kinds of a stage's data-parallel groups, whose ranks have equal tensor-parallel index."""
+
+    shards: tuple[GroupKind, ...]
+    """Kinds of the groups of neighbours among them that share a layer's states out."""
+    replicas: tuple[GroupKind, ...]
+    """Kinds of the groups that hold the same part."""
+
+
+@lru_cache(maxsize=4096)
+def data_group_kinds(topology: StageTopology, axes: ParameterAxes) -> DataGroupKinds:
+    """Return the kinds of the groups that shard a layer's states, and of the groups of replicas."""
+    states = np.array(axes.states.groups(range(topology.size)))
+    groups = states.reshape(len(states), axes.replicas, axes.shards)
+    replicas = groups.swapaxes(1, 2)
+    return DataGroupKinds(*(kinds_of(topology, each.reshape(-1, each.shape[2])) for each in (groups, replicas)))
+
+
+def kinds_of(topology: StageTopology, groups: Iterable[Sequence[int]] | np.ndarray) -> tuple[GroupKind, ...]:
+    """Return the kinds of equally large groups of ranks, counted inside the stage, with a rank of the node type."""
+    nodes = np.repeat(np.arange(len(topology.on_each_node)), topology.on_each_node)
+    members = groups if isinstance(groups, np.ndarray) else list(groups)
+    if topology.node_types:
+        ranks = np.asarray(members)
+        on_type = np.array([name == topology.node_type for name in topology.node_types])[nodes]
+        members = ranks[on_type[ranks].any(1)]
+    return tuple(sorted(groups_by_kind(members, nodes))) if len(members) else ()
+
+
+# Times of collectives from the hardware profile, and their mutual slowdowns with computation.
 
 
 class Duration(NamedTuple):
@@ -195,3 +279,131 @@ def _on_curve(profiles: Profiles, key: CollectiveKey, num_bytes: float) -> Durat
             f"measured up to {largest}"
         )
     return Duration(seconds_on(hardware, nearest, num_bytes), "; ".join(warnings) or None)
+
+
+# Time of redistribution between layouts, of sends between stages, of tied parameters and of the gradient norm.
+
+
+Nodes = tuple[int, ...]
+"""The node of each rank of a pipeline stage."""
+
+
+class _AllToAll(NamedTuple):
+    """The exchanges of one change of layout that cost the same: the groups' kind, and the most that a rank sends."""
+
+    kind: GroupKind
+    numel_per_sample: float
+    """Elements of one sample that a rank sends at most, one way."""
+
+
+def redistribution_time(
+    profiles: Profiles,
+    topology: StageTopology,
+    source: Layout,
+    target: Layout,
+    samples: int,
+    outputs: Sequence[BoundaryTensor],
+    itemsize: int,
+) -> Duration:
+    """Return the time to change a micro-batch's tensors from one layout to another, in one direction.
+
+    A pass is one all_to_all per tensor on each closed group. A full all_to_all of n ranks sends (n-1)/n of its bytes
+    to others; so a rank that sends x bytes waits as for a message of x n/(n-1) bytes.
+    """
+
+    def moved(tensor: BoundaryTensor) -> Duration:
+        taken = [Duration(0.0)]
+        for kind, per_sample in _all_to_alls(topology, source, target, tensor.sequence_length, tensor.features):
+            num_bytes = ceil(per_sample * samples * itemsize * kind.size / (kind.size - 1))
+            taken.append(collective_time(profiles, Collective.ALL_TO_ALL, [kind], num_bytes))
+        return longest(taken)
+
+    return Duration(0.0) if source == target else in_turn(map(moved, outputs))
+
+
+def send_time(
+    profiles: Profiles,
+    consecutive: bool,
+    across_nodes: bool,
+    layout: Layout,
+    samples: int,
+    outputs: Sequence[BoundaryTensor],
+    itemsize: int,
+) -> Duration:
+    """Return the time to pass a micro-batch to the next stage: a rank sends its activation shard to one other rank."""
+
+    def sent(tensor: BoundaryTensor) -> Duration:
+        tokens = layout.activation_shard(0, samples, tensor.sequence_length).tokens
+        return send_kind_time(profiles, consecutive, across_nodes, tokens * tensor.features * itemsize)
+
+    return in_turn(map(sent, outputs))
+
+
+def handover_time(
+    profiles: Profiles,
+    nodes: tuple[Nodes, ...],
+    source: Layout,
+    target: Layout,
+    samples: int,
+    outputs: Sequence[BoundaryTensor],
+    itemsize: int,
+) -> Duration:
+    """Return the time to pass a micro-batch to a stage of another width: the longer of forward and backward.
+
+    Each rank sends pieces to several others at once. The busiest one counts: all that it sends, or gets, as one
+    message, which goes across nodes if a part of it does. `nodes` are those of both stages.
+    """
+    times = samples // common_samples(source, target)
+
+    def sent(tensor: BoundaryTensor) -> Duration:
+        busiest = _busiest(nodes, source, target, tensor.sequence_length)
+        sizes = ((across, times * tokens * tensor.features * itemsize) for across, tokens in busiest)
+        return longest([Duration(0.0), *(send_kind_time(profiles, False, across, size) for across, size in sizes)])
+
+    return in_turn(map(sent, outputs))
+
+
+@lru_cache(maxsize=8192)
+def _busiest(
+    nodes: tuple[Nodes, ...], source: Layout, target: Layout, sequence_length: int
+) -> tuple[tuple[bool, int], ...]:
+    """Return the most positions that a rank sends or receives, forward or backward, inside a node and across nodes.
+
+    They are of as many samples as both layouts can divide; shares are exact, so all scales with the samples.
+    """
+    samples = common_samples(source, target)
+    most: dict[bool, int] = {}
+    for senders, receivers, ends in ((source, target, nodes), (target, source, nodes[::-1])):
+        moved, far = Counter[tuple[bool, int]](), set[tuple[bool, int]]()
+        for transfer in redistribution_plan(senders, receivers, samples, sequence_length):
+            for port in ((False, transfer.source), (True, transfer.target)):
+                moved[port] += transfer.piece.tokens
+                if ends[0][transfer.source] != ends[1][transfer.target]:
+                    far.add(port)
+        for port, tokens in moved.items():
+            most[port in far] = max(most.get(port in far, 0), tokens)
+    return tuple(sorted(most.items()))
+
+
+@lru_cache(maxsize=8192)
+def _all_to_alls(
+    topology: StageTopology, source: Layout, target: Layout, sequence_length: int, features: int
+) -> tuple[_AllToAll, ...]:
+    """Return the all_to_alls of a change of layout, for one sample: kinds of groups, and bytes.
+
+    Shares are exact, so all scales with the samples. If the groups of both layouts are neighbours, ranks only
+    exchange inside blocks of lcm(tp, tp') of them, all alike.
+    """
+    block = common_block(source, target)
+    inner = source._replace(stage_size=block), target._replace(stage_size=block)
+    samples = common_samples(*inner)
+    sent = sent_numel(*inner, samples, sequence_length, features)
+    most: dict[GroupKind, int] = {}
+    for group in closed_groups(*inner, samples, sequence_length):
+        largest = max(sent[rank] for rank in group)
+        if largest:
+            everywhere = [[start + rank for rank in group] for start in range(0, source.stage_size, block)]
+            for kind in kinds_of(topology, everywhere):
+                most[kind] = max(most.get(kind, 0), largest)
+    per_block = samples * source.stage_size // block
+    return tuple(_AllToAll(kind, largest / per_block) for kind, largest in sorted(most.items()))

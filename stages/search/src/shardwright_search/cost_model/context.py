@@ -16,21 +16,14 @@ from shardwright.key import LayerKey
 from shardwright.plan.axes import axes_of
 from shardwright.plan.communication import KeysAndValues, Message, context_messages, keys_and_values, tensors_of
 from shardwright.plan.schedules.passes import Pass
-from shardwright.types import (
-    EMBEDDING,
-    HEAD,
-    ITEMSIZE,
-    ContextParallel,
-    LayerStrategy,
-    Model,
-    Precision,
-    Recompute,
-    Strategy,
-)
+from shardwright.types import EMBEDDING, HEAD, ITEMSIZE, Model, Precision
 from shardwright.types.hardware_profile import Collective, GroupKind
 from shardwright.types.model_profile import FitMode, FitRow, LayerFigures, Quantity
+from shardwright.types.strategy import ContextParallel, LayerStrategy, Recompute, Strategy
 from shardwright_search.cost_model.collectives import (
     Duration,
+    StageTopology,
+    axis_group_kinds,
     collective_time,
     exchange_time,
     in_turn,
@@ -40,7 +33,6 @@ from shardwright_search.cost_model.collectives import (
 from shardwright_search.cost_model.compute import ComputeCost, layer_cost
 from shardwright_search.cost_model.profiles import Passes, Profiles
 from shardwright_search.cost_model.time_model import TimeModel
-from shardwright_search.cost_model.topology import StageTopology, axis_group_kinds
 
 _ACCUMULATED_BYTES = 4
 """Bytes of a number of attention's merged output, and of the gradient of queries, while blocks add to it."""

@@ -1,6 +1,7 @@
-"""The load of experts under expert parallelism: as logged by a run, or a stated ratio."""
+"""The load of experts under expert parallelism, logged by a run or a stated ratio, and their assignment to ranks."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,3 +65,132 @@ def read_load(text: str) -> Load:
         remedy = f"give a ratio from 1 to {MAX_DEVICES}, or the load.json of a run"
         raise BadInput("--imbalance", f"{text} is not a ratio of the fullest rank's load to the mean", remedy)
     return StatedLoad(ratio)
+
+
+# The assignment of a layer's experts to equal groups of ranks that minimizes the fullest group's load.
+#
+# Loads are whole numbers, so that sums and comparisons are exact. Few experts are assigned by branch and bound, which
+# proves the optimum; many by descending load, each to the emptiest group with room (longest processing time first,
+# Graham 1969), and then by swaps of two experts until none helps. The distance from the best is at most that from a
+# lower bound.
+
+
+_MOST_EXACT = 16
+"""Experts that branch and bound is tried for, at most."""
+_MOST_NODES = 200_000
+"""Partial assignments that it looks at, at most."""
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+class Assignment(NamedTuple):
+    """Experts in groups, ascending inside each, and the groups by their first expert."""
+
+    groups: Groups
+    fullest: int
+    """Load of the fullest group."""
+    bound: int
+    """No assignment has a fullest group with less."""
+
+
+def assign(loads: Sequence[int], groups: int) -> Assignment:
+    """Return the assignment of experts with these loads to so many groups of equal size; `groups` divides them."""
+    size = len(loads) // groups
+    neighbours = [list(range(first, first + size)) for first in range(0, len(loads), size)]
+    swapped = (_swapped(loads, each) for each in (neighbours, _longest_first(loads, groups)))
+    fullest, best = min(((fullest_load(loads, each), each) for each in swapped), key=lambda one: one[0])
+    bound = lower_bound(loads, groups)
+    if bound < fullest and len(loads) <= _MOST_EXACT:
+        search = _Search(loads, groups, best)
+        best, fullest = search.best, search.fullest
+        bound = fullest if search.is_over else bound
+    return Assignment(tuple(sorted(tuple(sorted(group)) for group in best)), fullest, bound)
+
+
+def lower_bound(loads: Sequence[int], groups: int) -> int:
+    """Return a load that the fullest of so many groups has at least, however experts are assigned.
+
+    The mean is one. Of the k x groups + 1 largest experts some group has k + 1; its others are at least the smallest.
+    """
+    size, ordered = len(loads) // groups, sorted(loads, reverse=True)
+    smallest = [0, *accumulate(reversed(ordered))]
+    counted = ((k * groups + 1, k + 1) for k in range(size))
+    crowded = (sum(ordered[end - many : end]) + smallest[size - many] for end, many in counted)
+    return max(-(-sum(loads) // groups), *crowded)
+
+
+def fullest_load(loads: Sequence[int], groups: Sequence[Sequence[int]]) -> int:
+    """Return the load of the fullest group of experts."""
+    return max(sum(loads[expert] for expert in group) for group in groups)
+
+
+def _longest_first(loads: Sequence[int], groups: int) -> list[list[int]]:
+    """Return experts by descending load, each in the emptiest group with room."""
+    size, found, sums = len(loads) // groups, [list[int]() for _ in range(groups)], [0] * groups
+    for expert in sorted(range(len(loads)), key=lambda one: (-loads[one], one)):
+        group = min((g for g in range(groups) if len(found[g]) < size), key=lambda g: (sums[g], g))
+        found[group].append(expert)
+        sums[group] += loads[expert]
+    return found
+
+
+def _swapped(loads: Sequence[int], groups: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return groups after swaps of an expert of the fullest with one of another that leave both below the fullest.
+
+    Each lowers the sum of the groups' squares, so that they end; the swap with the lower maximum of both goes first.
+    """
+    found = [list(group) for group in groups]
+    sums = [sum(loads[expert] for expert in group) for group in found]
+    while True:
+        full = max(range(len(found)), key=lambda g: (sums[g], -g))
+        swaps = (
+            (max(sums[full] - less, sums[g] + less), g, i, j)
+            for g in range(len(found))
+            for i, mine in enumerate(found[full])
+            for j, other in enumerate(found[g])
+            if g != full and 0 < (less := loads[mine] - loads[other]) and sums[g] + less < sums[full]
+        )
+        if (best := min(swaps, default=None)) is None:
+            return found
+        _, g, i, j = best
+        less = loads[found[full][i]] - loads[found[g][j]]
+        found[full][i], found[g][j] = found[g][j], found[full][i]
+        sums[full], sums[g] = sums[full] - less, sums[g] + less
+
+
+class _Search:
+    """A search of all assignments, largest expert first, without those that cannot be better than the best so far."""
+
+    def __init__(self, loads: Sequence[int], groups: int, best: list[list[int]]) -> None:
+        self.best, self.fullest = best, fullest_load(loads, best)
+        self._loads, self._size, self._mean = loads, len(loads) // groups, -(-sum(loads) // groups)
+        self._order = sorted(range(len(loads)), key=lambda one: (-loads[one], one))
+        self._nodes = 0
+        self._found, self._sums = [list[int]() for _ in range(groups)], [0] * groups
+        self._place(0)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all were looked at."""
+        return self._nodes <= _MOST_NODES
+
+    def _place(self, number: int) -> None:
+        self._nodes += 1
+        if self._nodes > _MOST_NODES or self.fullest == self._mean:
+            return
+        if number == len(self._order):
+            self.best, self.fullest = [list(group) for group in self._found], max(self._sums)
+            return
+        expert, tried = self._order[number], set[tuple[int, int]]()
+        for g, group in enumerate(self._found):
+            # Groups with the same number of experts and load are interchangeable.
+            state = self._sums[g], len(group)
+            after = self._sums[g] + self._loads[expert]
+            if len(group) == self._size or state in tried or after >= self.fullest:
+                continue
+            tried.add(state)
+            group.append(expert)
+            self._sums[g] = after
+            self._place(number + 1)
+            self._sums[g] = after - self._loads[expert]
+            group.pop()

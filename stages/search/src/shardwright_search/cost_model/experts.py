@@ -16,6 +16,8 @@ from shardwright.types.model_profile import LayerFigures
 from shardwright.types.strategy import Dispatcher
 from shardwright_search.cost_model.collectives import (
     Duration,
+    StageTopology,
+    axis_group_kinds,
     collective_time,
     in_turn,
     longest,
@@ -23,7 +25,6 @@ from shardwright_search.cost_model.collectives import (
     slowdowns_of,
 )
 from shardwright_search.cost_model.profiles import Passes, Profiles
-from shardwright_search.cost_model.topology import StageTopology, axis_group_kinds
 
 
 def imbalance_of(profiles: Profiles, model: Model, type_name: str, strategy: LayerStrategy) -> float:

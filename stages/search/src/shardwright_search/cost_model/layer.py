@@ -20,23 +20,25 @@ from shardwright.plan.axes import Layout, axes_of, layout_of
 from shardwright.plan.communication import region_messages, shares_experts
 from shardwright.plan.layout import parameter_groups
 from shardwright.plan.schedules.passes import Pass
-from shardwright.types import (
-    HEAD,
-    ITEMSIZE,
-    Cluster,
-    GradientReduction,
-    LayerStrategy,
-    Model,
-    Precision,
-    Recompute,
-    Strategy,
-)
+from shardwright.types import HEAD, Cluster, LayerStrategy, Model, Recompute, Strategy
 from shardwright.types.hardware_profile import GroupKind
 from shardwright.types.model_profile import StateRow
-from shardwright_search.cost_model.collectives import Duration, collective_time, in_turn, longest
-from shardwright_search.cost_model.communication import Nodes, handover_time, redistribution_time, send_time
+from shardwright.types.plan import ITEMSIZE, GradientReduction, Precision
+from shardwright_search.cost_model.collectives import (
+    Duration,
+    Nodes,
+    StageTopology,
+    axis_group_kinds,
+    collective_time,
+    handover_time,
+    in_turn,
+    longest,
+    redistribution_time,
+    send_time,
+)
 from shardwright_search.cost_model.compute import (
     ComputeCost,
+    LossChunks,
     expert_cost,
     probed_tp_size,
     slowest_compute,
@@ -55,9 +57,8 @@ from shardwright_search.cost_model.experts import (
 from shardwright_search.cost_model.layer_cost import Cost as Cost
 from shardwright_search.cost_model.layer_cost import Gather as Gather
 from shardwright_search.cost_model.layer_cost import LayerCost as LayerCost
-from shardwright_search.cost_model.layer_cost import all_picoseconds, gather_of
+from shardwright_search.cost_model.layer_cost import Parts, all_picoseconds, gather_of, of_parameters, of_passes
 from shardwright_search.cost_model.layer_cost import picoseconds as picoseconds
-from shardwright_search.cost_model.loss_chunks import LossChunks
 from shardwright_search.cost_model.parameters import (
     AllOverlapped,
     HostRates,
@@ -68,10 +69,8 @@ from shardwright_search.cost_model.parameters import (
     s_per_flop,
     slowest_parameters,
 )
-from shardwright_search.cost_model.parts_of_strategies import Parts, of_parameters, of_passes
 from shardwright_search.cost_model.profiles import Passes, Profiles, host_rate
 from shardwright_search.cost_model.time_model import TimeModel
-from shardwright_search.cost_model.topology import StageTopology, axis_group_kinds
 from shardwright_search.step.cached_method import cached_method
 from shardwright_search.step.pareto import Numbers
 

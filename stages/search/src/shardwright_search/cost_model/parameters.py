@@ -35,9 +35,13 @@ from shardwright.types.model_profile import StateRow
 from shardwright.types.plan import BASE_BITS, FP8, ITEMSIZE, NARROW_BITS, Precision
 from shardwright.types.strategy import DataParallel, ExpertGrid, Strategy
 from shardwright_search.cost_model.collectives import (
+    DataGroupKinds,
     Duration,
     Slowdowns,
+    StageTopology,
+    axis_group_kinds,
     collective_time,
+    data_group_kinds,
     in_turn,
     largest_slowdowns,
     longest,
@@ -45,7 +49,6 @@ from shardwright_search.cost_model.collectives import (
     slowdowns_of,
 )
 from shardwright_search.cost_model.profiles import Profiles
-from shardwright_search.cost_model.topology import DataGroupKinds, StageTopology, axis_group_kinds, data_group_kinds
 from shardwright_search.step.pareto import Numbers
 
 _ORDERS = 2

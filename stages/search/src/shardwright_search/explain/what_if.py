@@ -16,11 +16,9 @@ from shardwright_search.cost_model.profiles import Profiles, Scaling, scaled
 from shardwright_search.search import SearchAnswer, StoppedEarly, find_best
 from shardwright_search.solver.stopping import CpuSeconds, Stopped, expired, latest, left, soon, until
 from shardwright_search.space.budget import Infeasible, any_fits, states_beyond_budget
-from shardwright_search.space.configurations import configurations, divisors, narrowed
-from shardwright_search.space.demands import NO_DEMANDS
+from shardwright_search.space.configurations import NO_DEMANDS, configurations, divisors, narrowed
 from shardwright_search.space.instance import Instance
-from shardwright_search.space.request import OuterSpace, SearchRequest, Space, batch_sizes, of_each_optimizer
-from shardwright_search.space.runnable import runnable
+from shardwright_search.space.request import OuterSpace, SearchRequest, Space, batch_sizes, of_each_optimizer, runnable
 from shardwright_search.space.search_space import space_of
 
 _MORE_MEMORY = 1.1

@@ -7,27 +7,97 @@ at any moment, when the settings change.
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
+from urllib.parse import parse_qsl, urlsplit
 
+import msgspec
+from msgspec import Meta, field
 from msgspec.structs import replace
 
 from shardwright.display.units import seconds_text, usd_text
-from shardwright.io import BadInput, ShardwrightError
+from shardwright.io import BadInput, ShardwrightError, has_controls
 from shardwright.types import GIB
-from shardwright_search.advise.front_picture import Axis, Point
-from shardwright_search.advise.page import answer_part, budgets_part, first_line, front_part, memory_part, plan_part
+from shardwright.types.limits import Gib, Samples, Tokens
+from shardwright_search.advise.page import (
+    Axis,
+    Point,
+    answer_part,
+    budgets_part,
+    first_line,
+    front_part,
+    memory_part,
+    plan_part,
+)
 from shardwright_search.advise.question import Question, question_of
 from shardwright_search.advise.report import plan_words, usd_per_billion_tokens
 from shardwright_search.advise.sizes import Outcome, Sized, outcomes_by_budget, outcomes_by_cluster
 from shardwright_search.advise.targeted import started
 from shardwright_search.commands.advise import nothing_fits, searched, side_search, simple_plan
-from shardwright_search.explore.asked import Asked, asked_of
-from shardwright_search.options import AdviseOptions
+from shardwright_search.options import AdviseOptions, System
 from shardwright_search.search import SearchAnswer, StoppedEarly
 from shardwright_search.solver.stopping import CpuSeconds, until
 from shardwright_search.space.budget import Infeasible
-from shardwright_search.systems.own_runtime import own_launch
+from shardwright_search.systems.launch import own_launch
 from shardwright_search.systems.registry import SYSTEMS
+
+# The settings of the page's form, as its URL's query has them.
+
+
+_Text = Annotated[str, Meta(min_length=1, max_length=1000)]
+_MOST_SETTINGS = 200
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The settings of the page; those left out have the defaults of `advise`."""
+
+    model: _Text
+    gpus: _Text
+    batch: Samples | None = None
+    seq: Tokens | None = None
+    target: System | None = field(default=None, name="for")
+    budget_gib: Gib | None = None
+
+    def options(self, time_limit_s: float) -> AdviseOptions:
+        """Return the settings as options of `advise`."""
+        return AdviseOptions(
+            model=self.model,
+            gpus=self.gpus,
+            batch=self.batch,
+            seq=self.seq,
+            target=self.target,
+            budget_gib=self.budget_gib,
+            time_limit=time_limit_s,
+        )
+
+
+def asked_of(settings: Mapping[str, str]) -> Asked:
+    """Return the settings that are not empty; raise BadInput naming the one at fault."""
+    given = {name: value for name, value in settings.items() if value}
+    if (odd := next((name for name, value in given.items() if has_controls(value)), None)) is not None:
+        raise BadInput(odd, "contains control characters", "give another")
+    lacking = next((name for name in ("model", "gpus") if name not in given), None)
+    if lacking is not None:
+        raise BadInput(lacking, "is not given", "choose one")
+    try:
+        return msgspec.convert(given, Asked, strict=False)
+    except msgspec.ValidationError as error:
+        reason, _, where = str(error).partition(" - at `$.")
+        raise BadInput(where.rstrip("`") or "settings", reason, "correct it") from None
+
+
+def settings_of(query: str) -> dict[str, str]:
+    """Return the settings of a query; of repeated settings the last one."""
+    return dict(parse_qsl(query, max_num_fields=_MOST_SETTINGS))
+
+
+def query_of(link: str) -> str:
+    """Return the query of a URL, or of the part after its question mark, without the token."""
+    query = urlsplit(link).query if "://" in link else link.removeprefix("?")
+    return "&".join(part for part in query.split("&") if part and not part.startswith("token="))
+
+
+# The answers.
+
 
 LIMITS_S = (1.0, 4.0, 20.0)
 """CPU seconds of a search; one that was stopped begins again with more, while its plan is shown."""

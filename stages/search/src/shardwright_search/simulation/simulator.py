@@ -1,18 +1,86 @@
-"""Event-driven simulation of one step: the very action lists that the runtime executes."""
+"""Event-driven simulation of one step: the very action lists that the runtime executes; its export as a trace."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from math import lcm
-from typing import NamedTuple
+from math import ceil, floor, lcm
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwright.display.timeline import BACK, FORTH, GRADIENTS, PASSES, Lane, by_lane, lane_name
 from shardwright.plan.schedules.passes import Pass
 from shardwright.plan.schedules.registry import schedule_of
-from shardwright.types import Schedule
-from shardwright_search.simulation.reduction import BackwardPass, Overlap, Reduction, backward_pass
+from shardwright.types import Estimate, Plan, Schedule, TimelineEvent
+
+# A backward pass of one pipeline stage, overlapped with the reduction of its gradients, which ends later.
+
+
+class Reduction(NamedTuple):
+    """A layer's backward time, and the time to reduce its gradients, each without overlap."""
+
+    backward_ps: int
+    sync_ps: int
+
+
+class Overlap(NamedTuple):
+    """Slowdowns of a backward pass and a reduction that overlap: the ratio to the time without overlap."""
+
+    compute_slowdown: float
+    message_slowdown: float
+
+
+class BackwardPass(NamedTuple):
+    """A backward pass and its reductions, in picoseconds since its start."""
+
+    gradient_ps: int
+    """Time at which the gradient for the stage before is there."""
+    busy_ps: int
+    """Time at which the reductions are over, too."""
+    reductions_ps: tuple[tuple[int, int], ...] = ()
+    """Begin and end of each reduction that takes time, one after the other."""
+
+
+def backward_pass(layers: Sequence[Reduction], overlap: Overlap | None, gradient_sync_ps: int = 0) -> BackwardPass:
+    """Simulate one pass over `layers`, which are in forward order and so run from the last to the first.
+
+    A reduction waits for its layer's gradients and for the reductions before it. While one overlaps with a backward
+    pass each advances at 1 / slowdown; without an overlap all of them follow. Then follows `gradient_sync_ps`.
+    Every event is rounded up to a picosecond.
+    """
+    now = begun = 0
+    waiting: list[int] = []
+    spans: list[tuple[int, int]] = []
+    for left, sync_ps in reversed(layers):
+        while left and waiting and overlap is not None:
+            spent = min(ceil(left * overlap.compute_slowdown), ceil(waiting[0] * overlap.message_slowdown))
+            now += spent
+            left = _left(left, overlap.compute_slowdown, spent)
+            waiting[0] = _left(waiting[0], overlap.message_slowdown, spent)
+            if not waiting[0]:
+                del waiting[0]
+                spans.append((begun, now))
+                begun = now
+        now += left
+        if not waiting:
+            begun = now
+        if sync_ps:
+            waiting.append(sync_ps)
+    gradient_ps = now
+    if overlap is None:
+        begun = now
+    for left in (*waiting, gradient_sync_ps):
+        now += left
+        spans.append((begun, now))
+        begun = now
+    return BackwardPass(gradient_ps, now, tuple(span for span in spans if span[0] < span[1]))
+
+
+def _left(work_ps: int, slowdown: float, spent_ps: int) -> int:
+    """Return the remaining work after a time at 1 / slowdown."""
+    return 0 if spent_ps >= ceil(work_ps * slowdown) else work_ps - floor(spent_ps / slowdown)
+
 
 _MAX_PASSES = 2**16
 """The most passes of a step that are played, unless it has many stages."""
@@ -332,3 +400,50 @@ def _run_passes(
             leaves = sent[link]
         sent[link] = arrivals[then] = leaves + sends[step]
     return _PassTimes(starts, arrivals, free)
+
+
+# The simulated step as a Chrome trace, which Perfetto and chrome://tracing show.
+
+
+_THREADS = (PASSES, GRADIENTS, FORTH, BACK)
+
+
+def chrome_trace(plan: Plan, estimate: Estimate) -> dict[str, Any]:
+    """Return a trace: a process for each pipeline stage, a thread for each of its lanes, an entry for each event.
+
+    Times are in microseconds with all digits down to the picosecond (Google's "Trace Event Format").
+    """
+    lanes = by_lane(estimate.timeline, plan.schedule.turns)
+    names = [
+        _name("process_name", stage, 0, f"stage {stage}, ranks {_ranks(plan, stage)}")
+        for stage in range(len(plan.stages))
+    ]
+    for lane in lanes:
+        name = "passes" if lane.kind == PASSES else lane_name(lane, len(plan.stages))
+        names.append(_name("thread_name", lane.stage, _THREADS.index(lane.kind), name))
+    spans = [_span(lane, event) for lane, events in lanes.items() for event in events]
+    return {"displayTimeUnit": "ms", "otherData": {"plan": plan.name}, "traceEvents": names + spans}
+
+
+def _span(lane: Lane, event: TimelineEvent) -> dict[str, Any]:
+    known = {"microbatch": event.microbatch, "chunk": event.chunk}
+    number = "" if event.microbatch is None else f" {event.microbatch}"
+    return {
+        "name": event.kind.replace("_", " ") + number,
+        "cat": event.kind,
+        "ph": "X",
+        "ts": round(event.start_s * 1e6, 6),
+        "dur": round((event.end_s - event.start_s) * 1e6, 6),
+        "pid": lane.stage,
+        "tid": _THREADS.index(lane.kind),
+        "args": {key: value for key, value in known.items() if value is not None},
+    }
+
+
+def _name(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _ranks(plan: Plan, stage: int) -> str:
+    ranks = plan.stages[stage].ranks
+    return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]} to {ranks[-1]}, {len(ranks)} of them"

@@ -1,21 +1,25 @@
-"""A configuration of the interleaved schedule as bare numbers.
+"""A configuration of the interleaved schedule as bare numbers, and lower bounds on its step time.
 
 Chunks hold the same positions, except the first one, which may lack some at its start, and the last one, which may lack
 some at its end: the embedding and the head take their places. A stage may hold the most at some moments of its action
 list.
 """
 
+from collections import Counter
+from collections.abc import Iterator
 from enum import Enum
 from functools import cached_property, lru_cache, partial
+from itertools import product
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from shardwright.plan.schedules.schedule import ClosedForm, PipelineSchedule
-from shardwright_search.solver.problem import DeviceGroup
+from shardwright_search.solver.problem import DeviceGroup, Options
+from shardwright_search.solver.stage_options import Dual, rounded_down
 from shardwright_search.step.memory import PassCounts, pass_counts
-from shardwright_search.step.pareto import Numbers
+from shardwright_search.step.pareto import Ints, Numbers
 
 _ROUNDS = 4
 """Rounds of one microbatch for each stage, after which further ones bring no new moment."""
@@ -179,3 +183,241 @@ class InterleavedProblem(msgspec.Struct, frozen=True, dict=True, eq=False):
         counts[0] = count - outer
         counts[self.span_at(place)] += outer
         return counts
+
+
+# Lower bounds on the step time T for a configuration of the interleaved schedule.
+#
+# They are of whole plans, and of a chunk's first positions.
+#
+# T is no less than a weighted sum of all stages' A' and U in which one stage counts as the slowest, with the
+# coefficients of the closed form. At any price of a byte on the first or the last stage a plan costs no less than that
+# sum and its memory there, less the price of the budget (Lagrange). Both are sums over options and over what lies
+# between them: their least is a shortest path over positions and layouts. What lies between the embedding and a first
+# chunk that lacks positions, or between such a last chunk and the head, is left out.
+
+
+_PRICES = 9
+"""Prices of a byte on a stage, around the one that bounds most."""
+_ROUNDING = 1e-12
+_EMBEDDING, _HEAD, _SPANS = range(3)
+"""Rows of the weights, from the last one: head, embedding, and the ranges of positions."""
+_WORKSPACE = 5
+
+
+class _Sum(NamedTuple):
+    """A weighted sum of a plan's numbers, given by the weights; several sums are stacked along a leading axis."""
+
+    options: Numbers
+    """[embedding, head, ranges of positions; time, U, state, activations, gradients, workspace]."""
+    last_workspace: Numbers
+    """Workspace of the last position."""
+    wrap: Numbers
+    """Redistribution from a chunk's last layout to its first."""
+    sends: Numbers
+    """[cuts]."""
+    received_bytes: Numbers
+    """Boundary tensors: what was received less what was sent and freed."""
+    tied: Numbers
+
+    def with_memory(self, memory: "_Sum", price: float) -> "_Sum":
+        """Return the sum of time and priced memory."""
+        return _Sum._make(mine + price * theirs for mine, theirs in zip(self, memory, strict=True))
+
+
+class InterleavedBounds:
+    """The bounds of one configuration: `relaxed_ps`, without layouts, at once, others on first use."""
+
+    def __init__(self, problem: InterleavedProblem) -> None:
+        self._problem = problem
+        self._budget = float(problem.group.budget_bytes)
+        self._numbers = [_numbers(options) for options in problem.group.options]
+        form = problem.closed_forms[problem.num_microbatches < problem.pp_size]
+        alike = len(problem.spans.ranges) == 1
+        slowest = [place for place in problem.places if place is not Place.MIDDLE or not alike]
+        times = [_time(problem, form, place) for place in slowest]
+        first, *_, last = problem.moments_in_flight
+        ends = (Place.FIRST, first), (Place.LAST, last)
+        memories = [max((_memory(problem, m, end) for m in moments), key=self._least) for end, moments in ends]
+        self.relaxed_ps, rows = 0.0, [(memory, 1.0) for memory in memories]
+        for time, memory in product(times, memories):
+            bound_ps, prices = self._relaxed(time, memory)
+            self.relaxed_ps = max(self.relaxed_ps, bound_ps)
+            rows += [(time.with_memory(memory, price), price) for price in prices]
+        self._sums = _Sum._make(np.array(column) for column in zip(*(row for row, _ in rows), strict=True))
+        self._prices = np.array([price for _, price in rows])
+        self._num_memories = len(memories)
+
+    def _least(self, weights: _Sum) -> float:
+        """Return the sum of the least cost over options."""
+        return sum(float(least.min()) * count for least, count in self._costs(weights))
+
+    def _costs(self, weights: _Sum) -> Iterator[tuple[Numbers, int]]:
+        """Yield the options' costs and the number of layers: embedding, each type of a position, and head."""
+        problem = self._problem
+        yield weights.options[_EMBEDDING] @ self._numbers[problem.embedding], 1
+        held = ((kind, tuple(problem.spans.with_position(i))) for i, kind in enumerate(problem.positions))
+        for (kind, spans), count in Counter(held).items():
+            yield weights.options[_SPANS:][list(spans)].sum(0) @ self._numbers[kind], count
+        yield weights.options[_HEAD] @ self._numbers[problem.head], 1
+
+    def _relaxed(self, time: _Sum, memory: _Sum) -> tuple[float, Numbers]:
+        """Return a bound without layouts, and the prices near the one that gives it."""
+        costs, counts = zip(*self._costs(time), strict=True)
+        dual = Dual(costs, [held for held, _ in self._costs(memory)])
+        # More may be freed than was received.
+        left = self._budget - min(0.0, float(memory.received_bytes)) * float(self._problem.boundary_bytes.max())
+        number = np.array([counts], float)
+        return float(dual.runs(number, np.array([left]))[0]), dual.prices(number[0], left, _PRICES)
+
+    @cached_property
+    def lower_ps(self) -> float:
+        """Return a lower bound on the step time T, with layouts."""
+        least = (self._steps(0) + self._rest[1].transpose(0, 2, 1)).min((1, 2))
+        return max(self.relaxed_ps, float(self._bound(least[:, None])[0]))
+
+    @property
+    def missing_bytes(self) -> tuple[int, ...]:
+        """Return a lower bound of the bytes by which the first and the last stage exceed their budgets.
+
+        0 or less if they may fit.
+        """
+        held = (self._steps(0) + self._rest[1].transpose(0, 2, 1)).min((1, 2))[: self._num_memories]
+        return tuple(int(np.floor(each)) - int(self._budget) for each in rounded_down(held))
+
+    def after(self, count: int, chains: Numbers, input_layout: Ints, output_layout: Ints) -> Numbers:
+        """Return a lower bound on the step time T after a number of positions; infinity: nothing fits.
+
+        chains: time, U, state, activations and gradients of these positions [ranges, 5, labels]. Layouts are those of
+        the first and the last of these positions.
+        """
+        layouts = self._layouts
+        rest = self._rest[count][:, np.searchsorted(layouts, output_layout), np.searchsorted(layouts, input_layout)]
+        return self._bound(np.tensordot(self._sums.options[:, _SPANS:, :_WORKSPACE], chains) + rest)
+
+    def _bound(self, priced: Numbers) -> Numbers:
+        """Return the lower bound on the step time T that sums [rows, labels] give; infinity: no plan fits."""
+        least = rounded_down(priced - (self._prices * self._budget * (1 + _ROUNDING))[:, None])
+        lacks = (least[: self._num_memories] > 0).any(0)
+        return np.where(lacks, np.inf, least[self._num_memories :].max(0))
+
+    @cached_property
+    def _layouts(self) -> Ints:
+        """Return the input and output layouts of all positions' options."""
+        options = [self._problem.group.options[kind] for kind in self._problem.positions]
+        return np.unique(np.concatenate([layouts for o in options for layouts in (o.input_layout, o.output_layout)]))
+
+    @cached_property
+    def _rest(self) -> list[Numbers]:
+        """Least of all from each position on [rows, output layout before, input layout of the first]."""
+        rests = [self._ends()]
+        for position in range(len(self._problem.positions) - 1, 0, -1):
+            time = self._weights(position - 1, position)[:, 0, None, None]
+            moves = self._moves(self._problem.positions[position - 1])
+            rests.append(_join(_join(time * moves, self._steps(position)), rests[-1]))
+        return [np.empty(0), *reversed(rests)]
+
+    def _weights(self, *positions: int) -> Numbers:
+        """Return the weights of chunks that all hold some positions [rows, numbers]."""
+        with_position = self._problem.spans.with_position
+        spans = sorted(set.intersection(*(set(with_position(position)) for position in positions)))
+        return np.asarray(self._sums.options[:, _SPANS:][:, spans].sum(1))
+
+    def _steps(self, position: int) -> Numbers:
+        """Return the least of a position's options [rows, input layout, output layout]."""
+        kind, layouts, weights = self._problem.positions[position], self._layouts, self._weights(position)
+        options = self._problem.group.options[kind]
+        if position == len(self._problem.positions) - 1:
+            weights[:, _WORKSPACE] = self._sums.last_workspace
+        at = np.searchsorted(layouts, options.input_layout), np.searchsorted(layouts, options.output_layout)
+        return self._table(weights, kind, at, (len(layouts), len(layouts)))
+
+    def _table(self, weights: Numbers, kind: int, at: tuple[Ints, Ints], shape: tuple[int, int]) -> Numbers:
+        """Return the minimum over the options of each entry of a table [rows, *shape]."""
+        table = np.full((*shape, len(self._prices)), np.inf)
+        np.minimum.at(table, at, (weights @ self._numbers[kind]).T)
+        return np.asarray(table.transpose(2, 0, 1))
+
+    def _moves(self, kind: int) -> Numbers:
+        """Return the redistribution after a type of layer [layouts, layouts]."""
+        moves: Numbers = self._problem.group.redistribution_ps[kind]
+        return moves[np.ix_(self._layouts, self._layouts)]
+
+    def _ends(self) -> Numbers:
+        """Return all except the positions [rows, output layout of the last position, input layout of the first]."""
+        problem, sums, layouts = self._problem, self._sums, self._layouts
+        options, moves, kind = problem.group.options, problem.group.redistribution_ps, problem.positions[-1]
+        embedding, head, num_layouts = options[problem.embedding], options[problem.head], moves.shape[1]
+        (classes, others), at = problem.tied_ps.shape, (embedding.input_layout, embedding.output_layout)
+        behind_embedding, ahead_of_head = moves[problem.embedding][:, layouts], moves[kind][layouts]
+        if problem.lacking[0]:
+            behind_embedding = np.zeros_like(behind_embedding)
+        if problem.lacking[1] % len(problem.positions):
+            ahead_of_head = np.zeros_like(ahead_of_head)
+        ends = sums.options[:, _EMBEDDING], sums.options[:, _HEAD]
+        first = self._table(ends[0], problem.embedding, at, (classes, num_layouts))
+        last = self._table(ends[1], problem.head, (head.input_layout, head.output_layout), (num_layouts, others))
+        first = _join(first, ends[0][:, 0, None, None] * behind_embedding)
+        last = _join(ends[1][:, 0, None, None] * ahead_of_head, last)
+        tied_ps = np.where(np.isfinite(problem.tied_ps), problem.tied_ps, 0.0) * sums.tied[:, None, None]
+        tied_ps = np.where(np.isfinite(problem.tied_ps), tied_ps, np.inf).transpose(0, 2, 1)
+        around = _join(_join(last, tied_ps), first)
+        sent = sums.sends @ problem.sends_ps[:, kind][:, layouts]
+        sent = sent + sums.received_bytes[:, None] * problem.boundary_bytes[kind][layouts]
+        return np.asarray(around + sums.wrap[:, None, None] * self._moves(kind) + sent[:, :, None])
+
+
+def _numbers(o: Options) -> Numbers:
+    """Return the numbers of options [time, U, state, activations, gradients, workspace; options]."""
+    gradients = o.late_bytes + o.sum_bytes
+    return np.array((o.time_ps, o.exposed_ps, o.state_bytes, o.activation_bytes, gradients, o.workspace_bytes))
+
+
+def _no_options(problem: InterleavedProblem) -> Numbers:
+    """Return weights of 0 for the options of a sum."""
+    return np.zeros((_SPANS + len(problem.spans.ranges), _WORKSPACE + 1))
+
+
+def _time(problem: InterleavedProblem, form: ClosedForm, slowest: Place) -> _Sum:
+    """Return a lower bound of T if a stage in some place is the slowest; in the middle, the second stage."""
+    p, v, fill, more = problem.pp_size, problem.num_chunks, form.fill / form.parts, form.steady / form.parts
+    at_first, at_last = slowest is Place.FIRST, slowest is Place.LAST
+    ends = problem.by_span(Place.FIRST, v, 1) + problem.by_span(Place.LAST, v, 1)
+    options = _no_options(problem)
+    options[[_EMBEDDING, _HEAD], 0] = fill + more * at_first, fill + more * at_last
+    options[_SPANS:, 0] = fill * (problem.by_span(Place.MIDDLE, (p - 2) * v, 0) + ends)
+    options[_SPANS:, 0] += more * problem.by_span(slowest, v, slowest is not Place.MIDDLE)
+    options[[_EMBEDDING, _HEAD], 1], options[_SPANS:, 1] = 0.5, ends / 2  # no maximum is less than the mean
+    # Neither the first chunk nor one of the head alone begins with such a redistribution.
+    alone = problem.lacking[1] == len(problem.positions)
+    wrap = fill * (p * v - 1 - alone) + more * (v - at_first - (at_last and alone))
+    sends = 2 * fill * np.array([*[v] * (p - 1), v - 1.0])
+    if slowest is Place.MIDDLE:
+        sends[:2] += more * v
+    else:
+        sends[0 if at_first else p - 2] += more * v
+        sends[-1] += more * (v - 1)
+    return _Sum(options, np.zeros(()), np.array(wrap), sends, np.zeros(()), np.ones(()))
+
+
+def _memory(problem: InterleavedProblem, moment: InFlight, end: Place) -> _Sum:
+    """Return a lower bound of the memory at a moment of the stage with the embedding or with the head."""
+    v, at_outer, at_first = problem.num_chunks, moment.at_outer, end is Place.FIRST
+    options = _no_options(problem)
+    options[_SPANS:, 2] = problem.by_span(end, v, 1)
+    options[_SPANS:, 3] = problem.by_span(end, moment.chunks + 1, moment.outer + at_outer)
+    options[_SPANS:, 4] = problem.by_span(end, moment.made, moment.outer_made)
+    at = _EMBEDDING if at_first else _HEAD
+    options[at, 2:_WORKSPACE] = 1, moment.outer + at_outer, moment.outer_made
+    at_head = at_outer and not at_first
+    options[_HEAD, _WORKSPACE] = at_head
+    at_last = not at_head and not (at_outer and problem.lacking[0] == len(problem.positions))
+    # Of one microbatch the gradients of both ends, what comes next, and the pass's own; the first chunk receives none.
+    received = 4 + moment.chunks - (moment.outer + at_outer if at_first else 0) - moment.freed
+    received -= at_last and problem.frees_outputs
+    none = np.zeros(())
+    return _Sum(options, np.array(float(at_last)), none, np.zeros(problem.pp_size), np.array(float(received)), none)
+
+
+def _join(one: Numbers, other: Numbers) -> Numbers:
+    """Return the minimum over `between` of [.., in, between] plus [.., between, out]."""
+    return np.asarray((one[..., :, :, None] + other[..., None, :, :]).min(-2))

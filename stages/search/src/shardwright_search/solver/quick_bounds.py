@@ -19,8 +19,7 @@ import numpy as np
 from shardwright.plan.schedules.schedule import ClosedForm
 from shardwright_search.solver.configuration_bounds import CostsOf
 from shardwright_search.solver.problem import DeviceGroup, Options, Problem
-from shardwright_search.solver.stage_bounds import Dual, rounded_down
-from shardwright_search.solver.stage_options import Weights, largest_weights, runs_of, weightings
+from shardwright_search.solver.stage_options import Dual, Weights, largest_weights, rounded_down, runs_of, weightings
 from shardwright_search.step.cached_method import cached_method
 from shardwright_search.step.memory import Phase
 from shardwright_search.step.pareto import Ints, Numbers, non_dominated

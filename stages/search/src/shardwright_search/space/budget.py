@@ -99,10 +99,9 @@ def allowed_bytes(plan: Plan, estimate: Estimate, budgets: Mapping[str, int]) ->
     What the default budget leaves free of a device is for what is not known beforehand, such as communicators: those of
     the stage may use it.
     """
-    names, types, allowed = plan.cluster.node_type_of_rank, plan.cluster.node_types, list[int]()
-    for stage, place in zip(estimate.stages, plan.stages, strict=True):
+    names, allowed = plan.cluster.node_type_of_rank, list[int]()
+    for stage, place, device_bytes in zip(estimate.stages, plan.stages, device_bytes_of(plan), strict=True):
         budget = min(budgets[names[rank]] for rank in place.ranks)
-        device_bytes = min(types[names[rank]].memory_bytes for rank in place.ranks)
         most = min(budget + stage.memory_terms_bytes.get("communicators", 0), device_bytes)
         is_default = budget == int(_default_gib(device_bytes) * GIB)
         allowed.append(most if is_default and budget < stage.memory_bytes <= most else budget)
@@ -285,7 +284,7 @@ def _by_division(instance: Instance, file: Path) -> Infeasible:
 
 def _of_chunks(instance: Instance, configuration: Configuration) -> Shortfall:
     """Return a lower bound of the excess of a configuration of several chunks that has no plan."""
-    from shardwright_search.solver.interleaved_bounds import InterleavedBounds
+    from shardwright_search.solver.interleaved_problem import InterleavedBounds
 
     missing = InterleavedBounds(instance.interleaved_problem(configuration)).missing_bytes
     stage = missing.index(max(missing)) * (configuration.pp_size - 1)

@@ -26,7 +26,7 @@ from shardwright.types.strategy import (
     SequenceParallel,
     Strategy,
 )
-from shardwright_search.cost_model.communication import Nodes
+from shardwright_search.cost_model.collectives import Nodes
 from shardwright_search.cost_model.layer import PLAIN_TURNS, CostModel, Link, Turns
 from shardwright_search.solver.problem import Cut
 from shardwright_search.space.configurations import Configuration, Widths, divisors

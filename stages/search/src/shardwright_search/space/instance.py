@@ -11,8 +11,8 @@ from msgspec import UNSET
 
 from shardwright.plan.schedules.registry import schedule_of
 from shardwright.types import EMBEDDING, HEAD, Cluster, LayerStrategy, PipelineStage, Plan
+from shardwright_search.cost_model.collectives import StageTopology
 from shardwright_search.cost_model.layer import CostModel, picoseconds
-from shardwright_search.cost_model.topology import StageTopology
 from shardwright_search.solver.interleaved_problem import InterleavedProblem, moments_in_flight
 from shardwright_search.solver.problem import Problem, Solution
 from shardwright_search.solver.targets import Target

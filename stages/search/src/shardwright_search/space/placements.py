@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.types import Cluster
-from shardwright_search.cost_model.topology import StageTopology, stage_topology
+from shardwright_search.cost_model.collectives import StageTopology, stage_topology
 from shardwright_search.solver.problem import Cut, Moves, Position
 
 NodeTypes = tuple[str, ...]

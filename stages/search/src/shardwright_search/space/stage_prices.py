@@ -15,17 +15,16 @@ from shardwright.estimate.weight_passes import weight_pass
 from shardwright.plan.axes import Axis, layout_of
 from shardwright.plan.process_groups import Purpose, communicator_bytes, strategy_axes
 from shardwright.types import EMBEDDING, HEAD, Strategy
-from shardwright_search.cost_model.communication import Nodes
+from shardwright_search.cost_model.collectives import Nodes, StageTopology
 from shardwright_search.cost_model.layer import CostModel, Link
-from shardwright_search.cost_model.parts_of_strategies import parts_of
-from shardwright_search.cost_model.tied_weights import (
+from shardwright_search.cost_model.layer_cost import parts_of
+from shardwright_search.cost_model.stage_costs import (
     has_shared,
     shared_cost_ps,
     tied_class,
     tied_cost_ps,
     types_with_replicas,
 )
-from shardwright_search.cost_model.topology import StageTopology
 from shardwright_search.solver.configuration_bounds import CostsOf
 from shardwright_search.solver.problem import DeviceGroup, Options
 from shardwright_search.solver.quick_bounds import Counted, Relaxed, lean

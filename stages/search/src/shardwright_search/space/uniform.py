@@ -11,18 +11,8 @@ from msgspec.structs import asdict, replace
 from shardwright.io import BadInput
 from shardwright.plan.axes import effective
 from shardwright.plan.chunks import placed
-from shardwright.types import (
-    Cluster,
-    DataParallel,
-    ExpertStrategy,
-    GradientReduction,
-    LayerStrategy,
-    Model,
-    PipelineStage,
-    Plan,
-    Schedule,
-    Strategy,
-)
+from shardwright.types import Cluster, DataParallel, ExpertStrategy, LayerStrategy, Model, Strategy
+from shardwright.types.plan import GradientReduction, PipelineStage, Plan, Schedule
 
 
 class UniformStrategy(NamedTuple):

@@ -13,7 +13,7 @@ import numpy as np
 from shardwright.types import EMBEDDING, HEAD, LayerStrategy, Strategy
 from shardwright_search.solver.interleaved_problem import InterleavedProblem, Place
 from shardwright_search.solver.problem import Cut, DeviceGroup, Options, Problem
-from shardwright_search.solver.stage_bounds import rounded_down
+from shardwright_search.solver.stage_options import rounded_down
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
 from shardwright_search.step.cached_method import cached_method

@@ -22,12 +22,15 @@ from shardwright_search.systems.exporting import (
     WHOLE_LAYERS,
     Exported,
     ExportTarget,
+    adapter_text,
     check_context,
     contexts_of,
+    imported_for,
     kernel_notes,
+    loading_notes,
+    loading_text,
     uniform_of,
 )
-from shardwright_search.systems.peft import adapter_text, imported_for, loading_notes, loading_text
 from shardwright_search.systems.torchtitan import ROTATE_METHODS
 
 _TITLE = "accelerate"

@@ -15,8 +15,17 @@ from shardwright.io import BadInput, object_of
 from shardwright.types import DataParallel, GradientReduction, Model, Plan, Precision, Recompute
 from shardwright_search.space.uniform import UniformStrategy
 from shardwright_search.systems.entry import Entry, Limits, Reading, Setting, Settings, program_of, torchrun
-from shardwright_search.systems.exporting import WHOLE_LAYERS, Exported, ExportTarget, kernel_notes, uniform_of
-from shardwright_search.systems.peft import adapter_text, imported_for, loading_notes, loading_text
+from shardwright_search.systems.exporting import (
+    WHOLE_LAYERS,
+    Exported,
+    ExportTarget,
+    adapter_text,
+    imported_for,
+    kernel_notes,
+    loading_notes,
+    loading_text,
+    uniform_of,
+)
 
 _TITLE = "DeepSpeed"
 _ADAPTER = "deepspeed_adapter.py"
@@ -139,7 +148,7 @@ def _precision(plan: Plan, target: ExportTarget) -> dict[str, object]:
         types = {"communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "bf16"}}
         return {"bf16": {"enabled": True}, **types}
     target.demand_in_float32(plan, "float32", *_PRECISIONS)
-    if (used := plan.precision.compute) == "float32":
+    if used == "float32":
         return {}
     types = {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}
     return {_PRECISIONS[used]: {"enabled": True}, **types}

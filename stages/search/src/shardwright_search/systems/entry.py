@@ -11,24 +11,10 @@ from msgspec.structs import replace
 from shardwright.estimate.runtimes import Runtime
 from shardwright.io import BadInput
 from shardwright.models.context import recompute_kinds
-from shardwright.types import (
-    Attention,
-    Cluster,
-    ContextParallel,
-    DataParallel,
-    GradientReduction,
-    LayerStrategy,
-    Model,
-    Plan,
-    Precision,
-    Recompute,
-    Schedule,
-    SequenceParallel,
-)
+from shardwright.types import Cluster, ContextParallel, DataParallel, LayerStrategy, Model, Recompute, SequenceParallel
 from shardwright.types.model import base_type
-from shardwright.types.plan import OptimizerName
-from shardwright_search.space.configurations import Configuration, most_stages
-from shardwright_search.space.demands import Demands, Outer
+from shardwright.types.plan import Attention, GradientReduction, OptimizerName, Plan, Precision, Schedule
+from shardwright_search.space.configurations import Configuration, Demands, Outer, most_stages
 from shardwright_search.space.request import OuterSpace, SearchRequest, StageWidths
 from shardwright_search.space.uniform import UniformStrategy, plan_of_uniform, sizes_that_fit
 from shardwright_search.systems.exporting import Exported, experts_apart

@@ -24,25 +24,20 @@ from shardwright.estimate.runtimes import RUNTIMES, RuntimeName
 from shardwright.io import BadInput, object_of, read_document, read_object, write_document
 from shardwright.plan.axes import axes_of, effective
 from shardwright.types import (
-    EMBEDDING,
-    HEAD,
     MAX_BATCH,
     Cluster,
     ContextParallel,
     DataParallel,
     ExpertStrategy,
-    GradientReduction,
     LayerStrategy,
-    Model,
-    Plan,
-    Precision,
     Recompute,
-    Schedule,
     SequenceParallel,
     Strategy,
 )
+from shardwright.types.model import EMBEDDING, HEAD, Model
+from shardwright.types.plan import GradientReduction, Plan, Precision, Schedule
 from shardwright_search.options import GalvatronRun, ImportGalvatronOptions
-from shardwright_search.space.demands import Demands, Outer
+from shardwright_search.space.configurations import Demands, Outer
 from shardwright_search.space.uniform import spelled, stages_of
 from shardwright_search.systems.entry import Entry, Limits, Reading, Setting, torchrun
 from shardwright_search.systems.exporting import (

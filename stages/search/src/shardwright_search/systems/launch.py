@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from shardwright.io import BadInput, read_bytes
+from shardwright.io import BadInput, document_text, read_bytes
 from shardwright.types import MIB, Cluster, NodeGroup, Plan
 from shardwright_search.systems.exporting import Exported
-from shardwright_search.systems.places import Carried, NodesOfAType, places_of
+from shardwright_search.systems.places import Carried, NodesOfAType, one_line, places_of
 
 _PLACE = re.compile(r"#@(\w+)@\n|@(\w+)@")
 """A place in a script: a line of its own, or a word."""
@@ -160,13 +160,13 @@ def _check_types(cluster: Cluster, nodes: Sequence[Node], plan_file: object) -> 
 
 
 def _node_list(plan: Plan, nodes: Sequence[Node]) -> str:
-    lines = [f"# Nodes of plan {_on_one_line(plan.name)} in the order of their ranks: host, node type."]
+    lines = [f"# Nodes of plan {one_line(plan.name)} in the order of their ranks: host, node type."]
     for i, node in enumerate(nodes):
         first, last = plan.stage_of_rank(node.ranks[0]), plan.stage_of_rank(node.ranks[-1])
         stages = f"pipeline stage {first}" if first == last else f"pipeline stages {first} to {last}"
         lines.append(f"# node {i}: ranks {node.ranks[0]} to {node.ranks[-1]}, {stages}")
         alone = "localhost" if len(nodes) == 1 else f"<host-{i}>"
-        lines.append(f"{node.host or alone} {_on_one_line(node.node_type)}")
+        lines.append(f"{node.host or alone} {one_line(node.node_type)}")
     return "\n".join(lines) + "\n"
 
 
@@ -174,10 +174,10 @@ def _plan_of_node(plan: Plan, program: Program, exported: Exported, nodes: Seque
     """Return the plan's part of `node.sh`: sizes of the nodes, arguments if any, and variables of the environment."""
     arguments = "".join(f"    {line}\n" for line in program.arguments.splitlines())
     arguments = f"arguments=(\n{arguments})\n" if arguments else ""
-    notes = "".join(f"# {_on_one_line(note)}\n" for note in exported.notes)
+    notes = "".join(f"# {one_line(note)}\n" for note in exported.notes)
     ranks = " ".join(str(len(node.ranks)) for node in nodes)
     set_up = "".join(f"{line}\n" for line in exported.environment)
-    return f"# Plan {_on_one_line(plan.name)}:\n{notes}ranks=({ranks})\n{arguments}{set_up}"
+    return f"# Plan {one_line(plan.name)}:\n{notes}ranks=({ranks})\n{arguments}{set_up}"
 
 
 def _sbatch(plan: Plan, nodes: Sequence[Node]) -> str:
@@ -223,10 +223,6 @@ def _script(name: str, **parts: str) -> str:
     """Return a script template with its placeholders filled."""
     text = files(__package__).joinpath("scripts", name).read_text(encoding="utf-8")
     return _PLACE.sub(lambda place: parts.get(place[1] or place[2], place[0]), text)
-
-
-def _on_one_line(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
 
 def in_pipeline_order(plan: Plan, plan_file: object) -> Plan:
@@ -296,3 +292,26 @@ def _text(path: Path) -> str:
         return read_bytes(path, _MAX_HOSTS_BYTES).decode().replace("\t", " ")
     except UnicodeDecodeError:
         raise BadInput(path, "is not text", _REMEDY) from None
+
+
+# The files that start a plan in this project's own runtime.
+
+
+PLAN_FILE = "plan.json"
+_WORDS = (
+    f'shardwright train run "$folder/{PLAN_FILE}" --nnodes "${{#ranks[@]}}" --node-rank "$node" \\\n'
+    '    --rendezvous "$master:${MASTER_PORT:-29500}"'
+)
+_SECRET = {"SHARDWRIGHT_SECRET": "secret by which nodes know one another: the same 32 or more random characters on all"}
+_NOTE = "node.sh takes --data, --steps, --checkpoints and --out of `shardwright train run` (elsewhere ARGUMENTS does)"
+
+
+def own_launch(plan: Plan, plan_file: object, spot: bool = False) -> Launch:
+    """Return the files that start a plan by `shardwright train run`; `spot`: on spot nodes.
+
+    Raises BadInput as `launch_of` does.
+    """
+    exported = Exported(document_text(plan), ())
+    program = Program(_WORDS, _SECRET if plan.cluster.num_nodes > 1 else {}, alone=True)
+    launch = launch_of(program, exported, PLAN_FILE, plan, plan_file, spot=spot)
+    return launch._replace(notes=(_NOTE, *launch.notes))

@@ -26,23 +26,9 @@ from shardwright.models.facts import Family
 from shardwright.models.mtp import MTP_TYPES, mtp_layers, without_mtp
 from shardwright.models.registry import FAMILIES
 from shardwright.models.traits import BLOCK, DENSE, SPARSE, Latents, Routing
-from shardwright.types import (
-    FP8,
-    NARROW_BITS,
-    NVFP4,
-    DataParallel,
-    Experts,
-    ExpertStrategy,
-    GradientReduction,
-    Heads,
-    Model,
-    Plan,
-    Precision,
-    Recompute,
-    Schedule,
-    SequenceParallel,
-)
-from shardwright_search.space.demands import Demands, Outer
+from shardwright.types import DataParallel, Experts, ExpertStrategy, Heads, Model, Recompute, SequenceParallel
+from shardwright.types.plan import FP8, NARROW_BITS, NVFP4, GradientReduction, Plan, Precision, Schedule
+from shardwright_search.space.configurations import Demands, Outer
 from shardwright_search.space.uniform import UniformStrategy
 from shardwright_search.systems.entry import Entry, Limits, expert_states_alike, has_experts, torchrun, whole_groups
 from shardwright_search.systems.exporting import (
@@ -55,8 +41,13 @@ from shardwright_search.systems.exporting import (
     uniform_of,
 )
 from shardwright_search.systems.launch import Program
-from shardwright_search.systems.megatron_layout import written_layout
-from shardwright_search.systems.megatron_reader import COMM_TYPES, light_modules, read_arguments, read_megatron
+from shardwright_search.systems.megatron_reader import (
+    COMM_TYPES,
+    light_modules,
+    read_arguments,
+    read_megatron,
+    written_layout,
+)
 from shardwright_search.systems.megatron_tuned import tuned_environment, tuned_options
 
 # Attention: heads, and the latents that they may be computed from.

@@ -17,8 +17,7 @@ from shardwright.types import NARROW_BITS, Model, Plan, Precision
 from shardwright_search.systems.entry import Entry, Limits, Reading, Setting, program_of, torchrun
 from shardwright_search.systems.exporting import Exported, ExportTarget
 from shardwright_search.systems.megatron import megatron_arguments, megatron_limits
-from shardwright_search.systems.megatron_layout import layout_of_lists
-from shardwright_search.systems.megatron_reader import SIZES, check_fields, read_megatron, words_of
+from shardwright_search.systems.megatron_reader import SIZES, check_fields, layout_of_lists, read_megatron, words_of
 
 _TITLE = "Megatron Bridge"
 _FIELDS: Mapping[str, str] = {

@@ -9,6 +9,7 @@ import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from msgspec import UNSET
 from msgspec.structs import replace
@@ -17,22 +18,10 @@ from shardwright.estimate.held import LIGHT, Module
 from shardwright.io import BadInput
 from shardwright.models.mtp import mtp_layers
 from shardwright.models.registry import FAMILIES
-from shardwright.types import (
-    FP8,
-    NARROW_BITS,
-    NVFP4,
-    Attention,
-    ContextParallel,
-    DataParallel,
-    GradientReduction,
-    Model,
-    Plan,
-    Recompute,
-    SequenceParallel,
-)
+from shardwright.types import MAX_LAYERS, ContextParallel, DataParallel, Model, Recompute, SequenceParallel
+from shardwright.types.plan import FP8, NARROW_BITS, NVFP4, Attention, GradientReduction, Plan
 from shardwright_search.space.uniform import UniformStrategy, even_cuts, with_experts
-from shardwright_search.systems.entry import Reading, Setting, Settings
-from shardwright_search.systems.megatron_layout import read_layout
+from shardwright_search.systems.entry import Reading, Setting, Settings, has_experts
 
 _READ = {
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel"),
@@ -384,7 +373,7 @@ def _recompute(file: str, given: Words, setting: Setting) -> tuple[Recompute, li
     light = set(light_modules(setting.model))
     if light <= modules and modules <= light | {"core_attn"}:
         return Recompute.LIGHT, [_CORE_ATTENTION] * ("core_attn" in modules)
-    if _has_experts(setting.model):
+    if has_experts(setting.model):
         modules = {"mlp" if name == "moe" else name for name in modules}
     if unknown := sorted(modules - {"core_attn", "mlp"}):
         problem = f"recompute_modules {unknown[0]} is not priced by itself"
@@ -399,12 +388,8 @@ def light_modules(model: Model) -> tuple[str, ...]:
     """Return the modules of Megatron-LM that light recomputation is of: those that the model has."""
     facts = FAMILIES.get(model.family)
     latents = facts is not None and facts.attention.latents(facts.configured(model.config)) is not None
-    has = {Module.MOE_ACT: _has_experts(model), Module.MLA_UP_PROJ: latents}
+    has = {Module.MOE_ACT: has_experts(model), Module.MLA_UP_PROJ: latents}
     return tuple(str(module) for module in LIGHT if has.get(module, True))
-
-
-def _has_experts(model: Model) -> bool:
-    return any(model.types[name].experts is not UNSET for name in model.layers)
 
 
 def _first_recomputed(file: str, given: Words, plan: Plan) -> Plan:
@@ -416,3 +401,69 @@ def _first_recomputed(file: str, given: Words, plan: Plan) -> Plan:
     kinds = (Recompute.FULL if i in first else Recompute.NONE for i in range(len(plan.layers)))
     layers = tuple(replace(layer, recompute=kind) for layer, kind in zip(plan.layers, kinds, strict=True))
     return replace(plan, layers=layers)
+
+
+# Megatron-LM's layout string of a pipeline, `Et*3|(tt|)*29|m|L`: which range of layers each stage and chunk has.
+#
+# `E` is the embedding, `t` a layer, `m` one that predicts a further token (MTP), `L` head and loss; `|` ends a range,
+# which may be empty, and `*` repeats a sign, or what is in parentheses. Commas mean nothing. Source:
+# `core/transformer/pipeline_parallel_layer_layout.py` of megatron-core 0.16.1.
+
+
+_MAX_SIGNS = 4 * MAX_LAYERS
+"""Signs of a layout with its repetitions written out, which are enough for the most layers, each in its own range."""
+_GROUP = re.compile(r"\(([^()]+)\)\*(\d+)")
+_SIGN = re.compile(r"(.)\*(\d+)")
+_WHOLE = re.compile(r"E[t|]*(m*)\|*L")
+_SIGNS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+_SHOWN = 60
+
+
+class Layout(NamedTuple):
+    """The number of layers of each range."""
+
+    sizes: list[int]
+    """Decoder layers of each range, in the order in which a microbatch goes through them."""
+    mtp_layers: int
+    mtp_range: int
+    """The range that has those that predict further tokens; the last one where there are none."""
+
+
+def read_layout(file: str, layout: str) -> Layout:
+    """Return the layers of each range; raise BadInput for layouts that Megatron-LM refuses."""
+    expanded = layout.replace(",", "")
+    for pattern in (_GROUP, _SIGN):
+        expanded = _expanded(file, expanded, pattern)
+    whole = _WHOLE.fullmatch(expanded)
+    if whole is None:
+        remedy = "write it as in Et*3|(tt|)*4L: one E first, one L last, and * after each parenthesis"
+        raise BadInput(file, f"{_LAYOUT} {layout[:_SHOWN]!r} is not understood", remedy)
+    ranges = expanded.split("|")
+    mtp_range = next((i for i, part in enumerate(ranges) if "m" in part), len(ranges) - 1)
+    return Layout([part.count("t") for part in ranges], len(whole[1]), mtp_range)
+
+
+def layout_of_lists(rows: Sequence[Sequence[object]]) -> str:
+    """Return the layout string for lists of names, one for each range; unknown names are unchanged."""
+    return "|".join("".join(_SIGNS.get(str(name).strip().lower(), str(name)) for name in row) for row in rows)
+
+
+def written_layout(sizes: Sequence[int], mtp_range: int = 0, mtp_layers: int = 0) -> str:
+    """Return the layout of ranges of these sizes, of which one also has the MTP layers."""
+    ranges = [f"t*{size}" if size else "" for size in sizes]
+    ranges[mtp_range] += "m" * mtp_layers
+    return f"E{'|'.join(ranges)}L"
+
+
+def _expanded(file: str, layout: str, pattern: re.Pattern[str]) -> str:
+    """Return a layout with one kind of repetition written out; BadInput before there is one of too many layers."""
+    parts, at, left = list[str](), 0, _MAX_SIGNS - len(layout)
+    for match in pattern.finditer(layout):
+        count = int(match[2]) if len(match[2]) < len(str(_MAX_SIGNS)) else _MAX_SIGNS
+        left -= len(match[1]) * count
+        if left < 0:
+            problem = f"{_LAYOUT} {layout[:_SHOWN]!r} is of more than {MAX_LAYERS} layers"
+            raise BadInput(file, problem, "correct the layout")
+        parts += [layout[at : match.start()], match[1] * count]
+        at = match.end()
+    return "".join((*parts, layout[at:]))

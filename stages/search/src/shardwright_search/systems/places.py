@@ -5,14 +5,98 @@ Fields are those of SkyPilot's `sky/utils/schemas.py` (0.10 to 0.12), of Kubeflo
 of a pod: Kubernetes reads `$$` there as `$`, and `$(NAME)` as a variable, so each `$` is doubled.
 """
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from shardwright.devices.table import shipped_devices
 from shardwright.types import Plan
-from shardwright_search.systems.yaml_text import Yaml, yaml_text
+
+# Values as YAML that people read and edit: blocks, with every text quoted as JSON or a literal block.
+#
+# A text in double quotes of JSON means the same in YAML 1.1 and 1.2, except for characters beyond the printable ones,
+# which are escaped here as YAML has it.
+
+
+Yaml = str | int | bool | None | Sequence["Yaml"] | Mapping[str, "Yaml"]
+
+_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
+_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
+"""Words that YAML 1.1 takes for something else than a text."""
+
+
+def yaml_text(value: Mapping[str, Yaml], *comments: str) -> str:
+    """Return a document, below comments of one line each."""
+    notes = (f"# {''.join(c if c.isprintable() else ' ' for c in comment)}" for comment in comments)
+    return "\n".join((*notes, *_lines(value))) + "\n"
+
+
+def _lines(value: Mapping[str, Yaml]) -> Iterator[str]:
+    for key, each in value.items():
+        is_plain = _PLAIN.fullmatch(key) and key.lower() not in _WORDS
+        yield from _entry(f"{key if is_plain else _scalar(key)}:", each)
+
+
+def _entry(lead: str, value: Yaml) -> Iterator[str]:
+    if isinstance(value, str) and _is_block(value):
+        yield f"{lead} |"
+        yield from _indented(value[:-1].split("\n"))
+    elif isinstance(value, Mapping) and value:
+        yield lead
+        yield from _indented(_lines(value))
+    elif _is_list(value):
+        yield lead
+        yield from _items(value)
+    else:
+        yield f"{lead} {_scalar(value)}"
+
+
+def _items(values: Sequence[Yaml]) -> Iterator[str]:
+    """Yield the entries of a list; a nested entry's first line follows its dash."""
+    for value in values:
+        if (isinstance(value, Mapping) and value) or _is_list(value):
+            first, *rest = _lines(value) if isinstance(value, Mapping) else _items(value)
+            yield f"- {first}"
+            yield from _indented(rest)
+        else:
+            yield from _entry("-", value)
+
+
+def _is_list(value: Yaml) -> TypeGuard[Sequence[Yaml]]:
+    return isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
+
+
+def _indented(lines: Iterable[str]) -> Iterator[str]:
+    return (f"  {line}" if line else "" for line in lines)
+
+
+def _is_block(text: str) -> bool:
+    """Return whether a text is the same as a literal block: printable lines, of which the first is not indented."""
+    lines = text.split("\n")
+    return (
+        len(lines) > 2
+        and lines[-1] == ""
+        and lines[-2] != ""
+        and lines[0][:1] not in ("", " ")
+        and all(line.isprintable() for line in lines)
+    )
+
+
+def _scalar(value: Yaml) -> str:
+    if not isinstance(value, str):
+        return json.dumps(value)
+    quoted = json.dumps(value, ensure_ascii=False)
+    return "".join(c if c.isprintable() else _unicode_escape(ord(c)) for c in quoted)
+
+
+def _unicode_escape(code: int) -> str:
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+# The files.
+
 
 _LABEL = 40
 """Characters of a name on Kubernetes: jobs and pods of it add some to it, and 63 is their limit."""
@@ -62,7 +146,7 @@ def places_of(plan: Plan, groups: Sequence[NodesOfAType], carried: Carried, spot
         notes.append("no skypilot.yaml and trainjob.yaml: nodes of several types are no task of SkyPilot or Kubeflow")
     elif accelerator is None:
         device = plan.cluster.node_types[groups[0].node_type].device
-        notes.append(f"no skypilot.yaml: SkyPilot's name of {_one_line(device)} is not known")
+        notes.append(f"no skypilot.yaml: SkyPilot's name of {one_line(device)} is not known")
     else:
         written["skypilot.yaml"] = _sky_task(plan, groups[0], carried, accelerator, spot)
     return Places(written, tuple(notes))
@@ -213,7 +297,8 @@ def _meanings(carried: Carried) -> list[str]:
     return [*lines, "ARGUMENTS: further words of the command, between blanks"]
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
+    """Return a text as one line of printable characters."""
     return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
 

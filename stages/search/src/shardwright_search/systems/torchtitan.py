@@ -23,21 +23,9 @@ from shardwright.io import BadInput
 from shardwright.models.registry import FAMILIES
 from shardwright.models.traits import Torchtitan
 from shardwright.plan.chunks import placed
-from shardwright.types import (
-    FP8,
-    ContextParallel,
-    DataParallel,
-    ExpertStrategy,
-    GradientReduction,
-    Model,
-    Plan,
-    Precision,
-    Recompute,
-    Schedule,
-    SequenceParallel,
-)
-from shardwright_search.space.configurations import Configuration
-from shardwright_search.space.demands import Demands, Outer
+from shardwright.types import ContextParallel, DataParallel, ExpertStrategy, Model, Recompute, SequenceParallel
+from shardwright.types.plan import FP8, GradientReduction, Plan, Precision, Schedule
+from shardwright_search.space.configurations import Configuration, Demands, Outer
 from shardwright_search.space.uniform import UniformStrategy, with_experts
 from shardwright_search.systems.entry import (
     Entry,
