@@ -28,22 +28,11 @@ from shardwright.plan.axes import axes_of
 from shardwright.plan.communication import Message, loss_messages, region_messages, shares_experts
 from shardwright.plan.layout import parameter_groups
 from shardwright.plan.schedules.passes import Pass
-from shardwright.types import (
-    EMBEDDING,
-    HEAD,
-    ITEMSIZE,
-    NARROW_BITS,
-    LayerType,
-    Model,
-    Precision,
-    Recompute,
-    RecomputedPart,
-    SequenceParallel,
-    Strategy,
-)
 from shardwright.types.hardware_profile import Collective
+from shardwright.types.model import EMBEDDING, HEAD, LayerType, Model
 from shardwright.types.model_profile import LayerFigures
-from shardwright.types.plan import FUSED_SDPA, Attention
+from shardwright.types.plan import FUSED_SDPA, ITEMSIZE, NARROW_BITS, Attention, Precision
+from shardwright.types.strategy import Recompute, RecomputedPart, SequenceParallel, Strategy
 
 KERNEL_START_S = 5e-6
 """Seconds that every kernel adds on the device, for filling and draining it."""

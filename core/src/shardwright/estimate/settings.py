@@ -7,22 +7,10 @@ from typing import Annotated
 from msgspec import Meta
 
 from shardwright.io import BadInput, Document, Value
-from shardwright.types import (
-    EMBEDDING,
-    HEAD,
-    PARTS,
-    Attention,
-    Count,
-    DataParallel,
-    Model,
-    Precision,
-    Recompute,
-    RecomputeChoice,
-    SequenceParallel,
-    SeveralRanks,
-    Strategy,
-    misfit,
-)
+from shardwright.types.limits import Count, SeveralRanks
+from shardwright.types.model import EMBEDDING, HEAD, Model
+from shardwright.types.plan import Attention, Precision, misfit
+from shardwright.types.strategy import PARTS, DataParallel, Recompute, RecomputeChoice, SequenceParallel, Strategy
 
 _Counts = Annotated[tuple[Count, ...], Meta(min_length=1)]
 

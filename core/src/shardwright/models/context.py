@@ -8,16 +8,13 @@ from shardwright.models.facts import Family
 from shardwright.models.registry import FAMILIES
 from shardwright.models.traits import Mask
 from shardwright.plan.axes import axes_of
-from shardwright.types import (
-    NARROW_BITS,
+from shardwright.types.cluster import Cluster
+from shardwright.types.model import Model
+from shardwright.types.plan import NARROW_BITS, Attention, Plan, Precision
+from shardwright.types.strategy import (
     PARTS,
     RECOMPUTE_PARTS,
-    Attention,
-    Cluster,
     ContextParallel,
-    Model,
-    Plan,
-    Precision,
     Recompute,
     RecomputeChoice,
     RecomputedPart,

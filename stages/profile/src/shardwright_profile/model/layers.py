@@ -18,17 +18,11 @@ from shardwright.io.table import Source, Sourced
 from shardwright.key import ExpertKey, LayerKey, rows_by_key
 from shardwright.plan.axes import Layout, layout_of
 from shardwright.plan.differences import MAX_RELATIVE_ERROR, Duration
-from shardwright.types import (
-    EMBEDDING,
-    HEAD,
-    ExpertMeasurement,
-    Measurement,
-    Model,
-    Recompute,
-    RecomputedPart,
-    Strategy,
-)
+from shardwright.types.measurement import Measurement
+from shardwright.types.model import EMBEDDING, HEAD, Model
 from shardwright.types.model_profile import ExpertRow, LayerFigures, LayerRow
+from shardwright.types.plan import ExpertMeasurement
+from shardwright.types.strategy import Recompute, RecomputedPart, Strategy
 from shardwright_profile.model.probe_results import (
     BACKWARD,
     FORWARD,

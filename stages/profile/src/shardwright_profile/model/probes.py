@@ -15,28 +15,27 @@ from shardwright.models.context import context_obstacle, gpu_format, recompute_k
 from shardwright.models.mtp import mtp_layers
 from shardwright.plan.axes import axes_of, layout_of, strategy_on
 from shardwright.plan.communication import shares_experts
-from shardwright.types import (
-    EMBEDDING,
-    HEAD,
-    Cluster,
-    ContextParallel,
+from shardwright.types.cluster import Cluster, NodeGroup
+from shardwright.types.model import EMBEDDING, HEAD, Model
+from shardwright.types.plan import (
     ContextProbe,
-    DataParallel,
     ExpertProbe,
-    ExpertStrategy,
     GradientReduction,
-    LayerStrategy,
-    Model,
-    NodeGroup,
     PipelineStage,
     Plan,
     Plans,
+    Schedule,
+    misfit,
+)
+from shardwright.types.strategy import (
+    ContextParallel,
+    DataParallel,
+    ExpertStrategy,
+    LayerStrategy,
     Recompute,
     RecomputedPart,
-    Schedule,
     SequenceParallel,
     Strategy,
-    misfit,
 )
 
 NUM_MICROBATCHES = 3

@@ -10,16 +10,8 @@ from msgspec import UNSET
 
 from shardwright.command import show
 from shardwright.display.columns import line_width, wrapped
-from shardwright.io import (
-    BadInput,
-    NothingFits,
-    RunFailed,
-    atomic_path,
-    check_writable,
-    read_document,
-    sha256_of_file,
-    write_document,
-)
+from shardwright.io.errors import BadInput, NothingFits, RunFailed
+from shardwright.io.json import atomic_path, check_writable, read_document, sha256_of_file, write_document
 from shardwright.types import Certificate, Cluster, Model
 from shardwright_search.advise.targeted import planned_for
 from shardwright_search.certificate.make import certified

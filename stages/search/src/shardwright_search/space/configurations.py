@@ -12,16 +12,15 @@ from msgspec.structs import replace
 from shardwright.io import BadInput
 from shardwright.plan.schedules.registry import schedule_of
 from shardwright.plan.schedules.schedule import ClosedForm
-from shardwright.types import (
+from shardwright.types.cluster import Cluster
+from shardwright.types.model import Model
+from shardwright.types.plan import GradientReduction, Schedule
+from shardwright.types.strategy import (
     PARTS,
     RECOMPUTE_PARTS,
-    Cluster,
     DataParallel,
-    GradientReduction,
     LayerStrategy,
-    Model,
     Recompute,
-    Schedule,
     SequenceParallel,
     Strategy,
 )

@@ -20,20 +20,9 @@ import msgspec
 from msgspec import Meta
 
 from shardwright.io import BadInput, Document, Value, sha256_of_value
-from shardwright.types import (
-    EMBEDDING,
-    HEAD,
-    Bytes,
-    Count,
-    Model,
-    NonNegativeCount,
-    Plan,
-    Samples,
-    Seconds,
-    Sha256,
-    Tokens,
-    whole,
-)
+from shardwright.types.limits import Bytes, Count, NonNegativeCount, Samples, Seconds, Sha256, Tokens, whole
+from shardwright.types.model import EMBEDDING, HEAD, Model
+from shardwright.types.plan import Plan
 from shardwright_train.engine.learning_rate import LearningRateSchedule
 from shardwright_train.options import RunOptions
 

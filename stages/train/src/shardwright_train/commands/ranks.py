@@ -16,16 +16,8 @@ import msgspec
 from msgspec import UNSET
 
 from shardwright.display.units import bytes_text
-from shardwright.io import (
-    BadInput,
-    OutOfMemory,
-    RanksLost,
-    RunFailed,
-    read_any_document,
-    read_document,
-    read_object,
-    write_document,
-)
+from shardwright.io.errors import BadInput, OutOfMemory, RanksLost, RunFailed
+from shardwright.io.json import read_any_document, read_document, read_object, write_document
 from shardwright.io.versions import versions_text
 from shardwright.launch.accelerator import COLLECTIVES, CPU, check_accelerator, device_type_of
 from shardwright.launch.journal import journal_path
@@ -35,19 +27,11 @@ from shardwright.launch.nodes import Nodes, check_all_nodes
 from shardwright.launch.ranks import EXPANDABLE, allocator_setting, launch
 from shardwright.launch.signals import relayed_signals
 from shardwright.plan.offload import host_inputs, host_states
-from shardwright.types import (
-    Attention,
-    Cluster,
-    ContextProbe,
-    ExpertProbe,
-    Measurement,
-    NodeGroup,
-    Plan,
-    PlanFailure,
-    Plans,
-    Prediction,
-    Replanned,
-)
+from shardwright.types.cluster import Cluster, NodeGroup
+from shardwright.types.measurement import Measurement, PlanFailure
+from shardwright.types.plan import Attention, ContextProbe, ExpertProbe, Plan, Plans
+from shardwright.types.prediction import Prediction
+from shardwright.types.run import Replanned
 from shardwright_train.checkpoints.folders import LOCK, OUT_LOCK, SECRET, adopt_older, folder_of_run, latest_checkpoint
 from shardwright_train.engine.learning_rate import LearningRateFactor, check_patterns
 from shardwright_train.models.support import check_installed, check_supported

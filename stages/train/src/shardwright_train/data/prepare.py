@@ -30,9 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from shardwright.io import (
-    BadInput,
-    RunFailed,
+from shardwright.io.errors import BadInput, RunFailed
+from shardwright.io.json import (
     atomic_path,
     check_writable,
     sha256_of_file,

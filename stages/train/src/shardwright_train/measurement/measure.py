@@ -27,18 +27,10 @@ from shardwright.launch.backend import on_accelerator
 from shardwright.launch.journal import Journal, JournalKind, Kept
 from shardwright.launch.ranks import allocator_setting
 from shardwright.plan.axes import Axis, ParameterAxes
-from shardwright.types import (
-    Attention,
-    ExpertMeasurement,
-    ExpertProbe,
-    Measurement,
-    Model,
-    Plan,
-    PlanMeasurement,
-    Plans,
-    RankMemory,
-    Recompute,
-)
+from shardwright.types.measurement import Measurement, PlanMeasurement, RankMemory
+from shardwright.types.model import Model
+from shardwright.types.plan import Attention, ExpertMeasurement, ExpertProbe, Plan, Plans
+from shardwright.types.strategy import Recompute
 from shardwright_train.data.share import on_host
 from shardwright_train.engine.engine import Engine, build_engine, say_compiled
 from shardwright_train.measurement import timing
