@@ -182,7 +182,7 @@ def test_a_node_type_whose_name_leads_out_of_the_folder_is_refused(given, tmp_pa
     write_document(given["cluster"], renamed(read_document(given["cluster"], Cluster), {"a"}, "/../../elsewhere"))
     ended = rented(given)
     assert ended.exit_code == 2 and not list(tmp_path.parent.glob("elsewhere*")) and not given["out"].exists()
-    assert "node type '/../../elsewhere' holds a '/', and files of plans are named after their nodes" in ended.stderr
+    assert "node type '/../../elsewhere' contains a '/', but plan files are named after node types" in ended.stderr
 
 
 def test_names_of_points_never_lie_over_one_another_and_chosen_ones_are_there():

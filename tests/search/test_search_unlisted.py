@@ -49,8 +49,8 @@ def test_what_has_too_many_places_is_answered_by_equal_widths_and_keeps_its_boun
     assert (found.bound_s > whole.optimum_s / 10) != spans, "nothing is known of stages that span types"
     told = prediction_of_searched(found, request, [GIB] * len(found.chosen.plan.stages), {})
     assert told.proof.gap > 0
-    ways = "2 to 4 stages can lie on the nodes in too many ways, which leaves the gap"
-    assert f"in {6 if spans else 5} cases {ways}" in told.warnings[0]
+    ways = "2 to 4 stages can be placed on the nodes in more ways than a search tries, which leaves the gap"
+    assert f"in {6 if spans else 5} cases, {ways}" in told.warnings[0]
 
 
 def test_widths_that_no_placement_has_are_not_priced():
@@ -117,7 +117,7 @@ def test_nothing_is_certified_that_was_not_searched(monkeypatch):
 def test_where_nothing_is_listed_the_search_says_what_to_do(monkeypatch):
     monkeypatch.setattr(choices, "MAX_MOVES", 0)
     request, model, cluster, profiles = wide_world()
-    with pytest.raises(BadInput, match="no plan was found, and stage_widths any: in 2 cases 4 stages can lie"):
+    with pytest.raises(BadInput, match="no plan was found: stage_widths any: in 2 cases, 4 stages can be placed"):
         best_of(replace(request, pp_sizes=(4,)), model, cluster, profiles)
 
 

@@ -166,10 +166,13 @@ def test_without_torch_the_planner_says_how_to_have_it(monkeypatch: pytest.Monke
     [
         ({"text_config": None}, "text_config is missing"),
         ({"text_config": {"model_type": "llama"}}, "text_config: model_type 'llama' does not belong"),
-        ({"vision_config": {"architecture": "resnet50"}}, "vision_config: architecture 'resnet50' is not the"),
-        ({"vision_config": {"hidden_size": 1024}}, "vision_config: hidden_size 1024 is not the 2048"),
+        (
+            {"vision_config": {"architecture": "resnet50"}},
+            "architecture 'resnet50' is not supported, only",
+        ),
+        ({"vision_config": {"hidden_size": 1024}}, "vision_config: hidden_size 1024 is not supported, only 2048 is"),
         ({"vision_config": {"architectur": "x"}}, "did you mean 'architecture'"),
-        ({"vision_soft_tokens_per_image": 64}, "vision_soft_tokens_per_image 64 are not the 256 places"),
+        ({"vision_soft_tokens_per_image": 64}, "vision_soft_tokens_per_image 64 is not 256, the number of tokens"),
         ({"images_per_sample": 0}, "images_per_sample 0 is not a number from 1"),
         ({"images_per_sample": 3}, "sequence length 542 is under 769: those of images, and of a text"),
         ({"image_per_sample": 2}, "did you mean 'images_per_sample'"),

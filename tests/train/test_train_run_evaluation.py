@@ -132,7 +132,7 @@ def test_the_best_checkpoint_is_not_pruned(tmp_path: Path) -> None:
     [
         ({"valid_fraction": 0.0, "eval_every": 5}, "--eval-every: there is nothing to evaluate on"),
         ({"valid_fraction": 0.0, "keep_best": True}, "--keep-best: there is nothing to evaluate on"),
-        ({"valid_data": Path("nowhere")}, "exclude each other: pass only one"),
+        ({"valid_data": Path("nowhere")}, "cannot be used together: pass only one"),
         ({"valid_data": Path("nowhere"), "valid_fraction": 0.0}, "nowhere: is not a folder"),
     ],
 )

@@ -27,7 +27,7 @@ SHORT = {key: value for key, value in TIMES.items() if key != "layernum[4]_bsz2_
         (json.dumps(TIMES)[:-9], "not valid JSON"),
         ("[]", "not an object"),
         ('{"a": 1, "a": 2}', "'a' appears twice"),
-        ({}, "holds no times of layers"),
+        ({}, "contains no times of layers"),
         (json.dumps(TIMES | {"layernum[4]_bsz4_seq32": float("nan")}), "not a finite number"),
         (json.dumps(TIMES).replace("16}", "1e999}").replace(": 16,", ": 1e999,"), "finite"),
         (TIMES | {"layernum[4]_bsz4_seq32": -1.0}, "'layernum[4]_bsz4_seq32' is -1, not positive"),
@@ -89,7 +89,7 @@ def test_impossible_memory_is_one_clear_line(request_for, memory_file, path, val
 
 
 def test_a_file_without_memory_is_refused(request_for):
-    with pytest.raises(BadInput, match="holds no memory of layers"):
+    with pytest.raises(BadInput, match="contains no memory measurements of layers"):
         request_for(memory={})
 
 

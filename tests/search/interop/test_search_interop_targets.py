@@ -136,7 +136,7 @@ def test_embedding_and_head_are_as_the_system_has_them():
 )
 def test_models_that_no_system_with_one_strategy_runs_are_refused_in_one_line(system, model, types):
     question = question_of(AdviseOptions(model=model, gpus="8:H100-SXM", batch=64))
-    problem = f"--for {system}: .* is given one strategy for layers of one type, and {model} has {types}: choose"
+    problem = f"--for {system}: .* needs layers of one type, .*; {model} has {types}: choose"
     with pytest.raises(BadInput, match=problem):
         best_for(system, question, lambda _: None, 5.0)
 

@@ -447,7 +447,7 @@ def _with_host(
     if (updates := device.host_updates_per_s) is not None:
         words.append(f"offload update: {updates:g} parameters/s for each GPU; {device.host_updates_per_s_source}")
     elif options.offload == "update":
-        raise BadInput("--offload", f"the table has no rate of updates by the host of {key}", "offload optimizer")
+        raise BadInput("--offload", f"the table has no update rate for hosts of {key}", "choose --offload optimizer")
     given_rates = {"host_bytes_per_s": rate, "host_updates_per_s": UNSET if updates is None else updates}
     return replace(node_type, host_memory_gib=gib, **given_rates), tuple(words)
 

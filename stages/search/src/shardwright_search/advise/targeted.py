@@ -117,6 +117,6 @@ def _ways(system: System, model: Model, precision: Precision) -> Sequence[Limits
     possible = [way for way in ways if way.runs(model)]
     if ways and not possible:
         types = ", ".join(dict.fromkeys(model.layers))
-        problem = f"{target.title} is given one strategy for layers of one type, and {model.name} has {types}"
+        problem = f"{target.title} needs layers of one type, as it runs one strategy for all; {model.name} has {types}"
         raise BadInput(f"--for {system}", problem, "choose another system, or leave --for out")
     return possible

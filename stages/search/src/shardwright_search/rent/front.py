@@ -108,7 +108,7 @@ def _check(cluster: Cluster, offers: Offers, most: dict[str, int], cluster_file:
             raise BadInput(offers_file, problem, "list at most that many, or add nodes to the cluster file")
     for name in most:
         if "/" in name:
-            problem = f"node type {name!r} holds a '/', and files of plans are named after their nodes"
+            problem = f"node type {name!r} contains a '/', but plan files are named after node types"
             raise BadInput(cluster_file, problem, "choose another name")
         if _usd_per_hour(cluster, name, offers.node_types.get(name, Offer())) is None:
             problem = f"node type {name} has no usd_per_hour"

@@ -238,7 +238,7 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
     def __post_init__(self) -> None:
         _check_degrees(self)
         if Offload.NONE not in self.offload:
-            raise ValueError("offload: list none, too: each layer chooses")
+            raise ValueError("offload: 'none' is missing: list it, too, because each layer chooses one of those listed")
         kinds = RECOMPUTE_PARTS if self.recompute == PARTS else self.recompute
         if self.compile and (sets := [kind for kind in kinds if kind.parts and kind is not Recompute.LIGHT]):
             raise ValueError(f"compile: recompute {sets[0]} frees results that compiled blocks do not show")

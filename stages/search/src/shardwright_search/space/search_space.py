@@ -211,9 +211,10 @@ class Unlisted(NamedTuple):
         """Return a clause with the number of configurations that are not searched, and the reason."""
         sizes = sorted({size for _, size in self.scores})
         degrees = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-        return f"stage_widths any: in {len(self.scores)} cases {degrees} stages can lie on the nodes in too many ways"
+        cases = f"stage_widths any: in {len(self.scores)} cases, {degrees} stages"
+        return f"{cases} can be placed on the nodes in more ways than a search tries"
 
-    def error(self, file: Path, problem: str = "no plan was found, and") -> BadInput:
+    def error(self, file: Path, problem: str = "no plan was found:") -> BadInput:
         """Return the error to raise if these configurations must be searched."""
         return BadInput(file, f"{problem} {self.text}", "limit pp_sizes, or list stage_widths")
 
@@ -270,7 +271,7 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
             problem = "interleaved_1f1b: no pp_size and chunks_per_stage give all chunks the same types of layers"
             raise NothingListed(self.file, f"{problem} on stages placed alike", "allow 1f1b or gpipe, or other sizes")
         problem = "no strategy divides the batch, the model and the devices evenly"
-        raise NothingListed(self.file, problem, "allow other sizes")
+        raise NothingListed(self.file, problem, "change the batch, or allow other pp_sizes, tp_sizes or cp_sizes")
 
     @cached_property
     def unlisted(self) -> Unlisted | None:

@@ -218,7 +218,7 @@ def _table(file: str, sections: Mapping[str, Any], name: str) -> Mapping[str, An
 def _number(file: str, keys: Mapping[str, Any], name: str) -> int:
     number = keys.get(name, 1)
     if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number < 10**7:
-        raise BadInput(file, f"{name} {number!r} is not a number from 1", "correct it")
+        raise BadInput(file, f"{name} {number!r} is not a whole number from 1 to 9999999", "correct it")
     return number
 
 
@@ -272,7 +272,7 @@ def _with_experts(
         raise BadInput(file, problem, "correct it")
     if etp_size == 1 and ep_size % tp_size:
         problem = f"expert_parallel_degree {ep_size} is not a multiple of tensor_parallel_degree {tp_size}"
-        raise BadInput(file, problem, "choose one, or share the features of experts by tp")
+        raise BadInput(file, problem, f"choose a multiple, or set expert_tensor_parallel_degree {tp_size}")
     if not borrows(ExpertStrategy(ep_size=ep_size, etp_size=etp_size), tp_size, cp_size):
         problem = f"expert_parallel_degree {ep_size} beside context_parallel_degree {cp_size}"
         raise BadInput(file, problem, "choose a multiple of it, and of tensor_parallel_degree where etp is 1")
@@ -337,7 +337,7 @@ def _scheduled(file: str, parallel: Mapping[str, Any], plan: Plan) -> Plan:
         problem = f"pipeline_parallel_schedule {name} with {chunks} layer ranges a stage is not priced"
         raise BadInput(file, problem, "list the modules of each part in module_fqns_per_model_part, as it needs them")
     if kind.turns and chunks != 2:
-        problem = f"pipeline_parallel_schedule {name} with {chunks} layer ranges a stage"
+        problem = f"pipeline_parallel_schedule {name} needs 2 layer ranges a stage, not {chunks}"
         raise BadInput(file, problem, "list two parts for each stage in module_fqns_per_model_part")
     held = placed([plan.stages[stage].layers[chunk] for stage, chunk in plan.way], kind, len(plan.stages))
     stages = (replace(stage, layers=layers) for stage, layers in zip(plan.stages, held, strict=True))

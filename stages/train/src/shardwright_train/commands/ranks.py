@@ -107,7 +107,7 @@ def _check_adapter(options: RunOptions, plan: Plan) -> None:
 def _check_evaluation(job: RunOptions) -> None:
     """Raise BadInput if the options of an evaluation contradict each other."""
     if job.valid_data is not None and job.valid_fraction:
-        raise BadInput("--valid-data, --valid-fraction", "exclude each other", "pass only one")
+        raise BadInput("--valid-data, --valid-fraction", "cannot be used together", "pass only one")
     if job.valid_data is not None:
         _check_data(job.valid_data)
     asked = {"--eval-every": job.eval_every, "--eval-samples": job.eval_samples, "--keep-best": job.keep_best}
@@ -493,6 +493,7 @@ def _awaited(file: Path) -> Replanned:
     until_s = time.monotonic() + _WAIT_S
     while file.name not in (path.name for path in file.parent.glob("*.json")):
         if time.monotonic() > until_s:
-            raise RunFailed(f"node 0 found no plan for the remaining nodes within {_WAIT_S:g} s")
+            problem = f"node 0 wrote no plan for the remaining nodes to {file.parent} within {_WAIT_S:g} s"
+            raise RunFailed(f"{problem}: see what it printed, and check that all nodes share that folder")
         time.sleep(_POLL_S)
     return read_document(file, Replanned)

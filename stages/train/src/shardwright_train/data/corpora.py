@@ -344,7 +344,8 @@ def row_pieces(folder: Path, rows: Any, field: str | None) -> Iterator[TextPiece
             try:
                 fields = msgspec.json.encode({name: value for name, value in row.items() if value is not None})
             except TypeError as error:
-                raise BadInput(folder, f"row {number}: {error}", "leave out that column") from None
+                problem = f"row {number} has a value that JSON cannot express ({error})"
+                raise BadInput(folder, problem, "leave out the column with that value") from None
             yield TextPiece(fields.decode(), True, number + 1, source=f"{folder}: row {number}")
         return
     for first in range(0, len(rows), _ROWS):

@@ -315,7 +315,8 @@ def _check_rule(rule: Rule, file: object) -> None:
     if kind == "FixedLength" and rule.get("length") == 0:
         raise BadInput(file, "has a FixedLength of 0", "give a length of 1 or more")
     if (longest := max((len(text) for text in _texts(rule)), default=0)) > _MOST_CHARACTERS:
-        raise BadInput(file, f"has a {kind} with a text of {longest} characters", _REMEDY)
+        problem = f"has a {kind} with a text of {longest} characters, over {_MOST_CHARACTERS}"
+        raise BadInput(file, problem, _REMEDY)
 
 
 def _texts(rule: Rule) -> Iterator[str]:

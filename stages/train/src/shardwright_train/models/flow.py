@@ -287,7 +287,7 @@ def _observed(whole: Whole, samples: int, length: int) -> _Observed:
     if order != list(range(len(whole.blocks))):
         raise ValueError("its blocks do not run one after the other, each once")
     if logits.shape[:2] != (samples, length):
-        raise ValueError("its logits are not of each position")
+        raise ValueError("its logits are not one row for each position of each sample")
     if both := early.keys() & late:
         raise ValueError(f"{min(both)} runs before its blocks and behind them")
     at, others = forms[type(whole.blocks[0])]

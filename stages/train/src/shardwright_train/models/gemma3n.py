@@ -93,9 +93,9 @@ def _check(config: Mapping[str, Any], length: int) -> None:
     check_keys(vision, keys_of(Gemma3nVisionConfig))
     for key, known in _FIXED.items():
         if (given := vision.get(key, known)) not in (known, {}):
-            raise ValueError(f"{TOWER_KEY}: {key} {given!r} is not the {known!r} that figures are known of")
+            raise ValueError(f"{TOWER_KEY}: {key} {given!r} is not supported, only {known!r} is")
     if (tokens := config.get(_TOKENS, IMAGE_TOKENS)) != IMAGE_TOKENS:
-        raise ValueError(f"{_TOKENS} {tokens!r} are not the {IMAGE_TOKENS} places of the tower's output")
+        raise ValueError(f"{_TOKENS} {tokens!r} is not {IMAGE_TOKENS}, the number of tokens that the tower outputs")
     if (problem := wrong_images(config)) is not None:
         raise ValueError(problem)
     if length < (least := config[IMAGES] * IMAGE_TOKENS + 1):

@@ -121,7 +121,7 @@ def read_computation(file: Path) -> Computation:
         else:
             unknown.append(key)
     if not forwards and not layers:
-        raise BadInput(file, "holds no times of layers", "pass a computation_profiling_*.json of Galvatron")
+        raise BadInput(file, "contains no times of layers", "pass a computation_profiling_*.json of Galvatron")
     return Computation(file, forwards, layers, others, tuple(unknown))
 
 
@@ -144,7 +144,7 @@ def read_memory(file: Path) -> Memory:
         else:
             unknown.append(key)
     if not ranks and not layers:
-        raise BadInput(file, "holds no memory of layers", "pass a memory_profiling_*.json of Galvatron")
+        raise BadInput(file, "contains no memory measurements of layers", "pass a memory_profiling_*.json of Galvatron")
     return Memory(file, ranks, layers, ends, tuple(unknown))
 
 
