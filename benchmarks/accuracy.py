@@ -92,7 +92,7 @@ def _write(path: Path, sets: list[dict[str, Any]], **more: object) -> None:
 
 
 def _reference(asked: argparse.Namespace, name: str) -> Path:
-    """The folder of a set that others measured; BadInput where it is not given or absent."""
+    """Return the folder of a set that others measured; BadInput where it is not given or absent."""
     if asked.reference is None:
         raise BadInput("--reference", f"{name} is no part of this repository", f"give the folder that {name} lies in")
     if not (folder := asked.reference / name).is_dir():

@@ -80,7 +80,7 @@ class Compared(NamedTuple):
 
     @property
     def error(self) -> float:
-        """How far the estimate is, relative to the measured time."""
+        """Return how far the estimate is, relative to the measured time."""
         return abs(self.estimated_s / self.measured_s - 1)
 
 
@@ -99,7 +99,7 @@ def fasop(folder: Path) -> Iterator[Compared]:
 
 
 def sailor(folder: Path) -> Iterator[Compared]:
-    """The second block of each profile, forward and backward apart; the first one's has more in it."""
+    """Yield the second block of each profile, forward and backward apart; the first one's has more in it."""
     profiles = json.loads((folder / "profiles_tmp.json").read_text(encoding="utf-8"))
     for name, device in ((m, d) for m in SAILOR_MODELS for d in SAILOR_DEVICES if d in profiles[m]):
         model = described("gpt2", SAILOR_LENGTH, SAILOR_MODELS[name])
@@ -130,7 +130,7 @@ def vtrain(folder: Path) -> Iterator[Compared]:
 
 
 def described(family: str, length: int, config: dict[str, Any]) -> Model:
-    """A description of the model with one layer of each kind."""
+    """Return a description of the model with one layer of each kind."""
     return describe(family_named(family, "benchmark"), {"model_type": family, **config}, "benchmark", length)
 
 

@@ -68,5 +68,5 @@ def table(columns: str, rows: Iterable[Iterable[object]]) -> Iterator[str]:
 
 
 def table_line(cells: Iterable[object]) -> str:
-    """A row of a table."""
+    """Return a row of a table."""
     return f"| {' | '.join(map(str, cells))} |"

@@ -234,7 +234,7 @@ def rows_of(text: str) -> list[Row]:
 
 
 def page_text(rows: Sequence[Row]) -> str:
-    """The page: the table, and a section on each recipe."""
+    """Return the page: the table, and a section on each recipe."""
     return "\n".join(tables(rows)) + "\n"
 
 

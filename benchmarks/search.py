@@ -115,17 +115,17 @@ class Files(NamedTuple):
 
     @property
     def profiles(self) -> list[str]:
-        """The options that evaluate needs too."""
+        """Return the options that evaluate needs too."""
         return ["--hardware", str(self.hardware), "--profile", str(self.profile)]
 
     @property
     def machines(self) -> list[str]:
-        """The options that an import needs."""
+        """Return the options that an import needs."""
         return ["--cluster", str(self.cluster), "--model", str(self.model)]
 
 
 def files_of(case: Case, reference: Path, folder: Path) -> Files:
-    """The imported profiles of a case, and its cluster written beside its answers."""
+    """Return the imported profiles of a case, and its cluster written beside its answers."""
     node = NodeType(device="A100", devices_per_node=case.devices_per_node, memory_bytes=80 << 30)
     nodes = (NodeGroup(node_type="a100", count=case.nodes),)
     cluster = folder / "cluster.json"
@@ -140,7 +140,7 @@ def powers_of_two(greatest: int) -> list[int]:
 
 
 def request_of(case: Case, name: str, budget_mib: int) -> dict[str, Any]:
-    """The search file of a case within a budget."""
+    """Return the search file of a case within a budget."""
     return {
         "format": "shardwright.search",
         "version": 1,
@@ -187,7 +187,7 @@ def priced(prediction: Prediction) -> dict[str, Any]:
 
 
 def evaluate_theirs(config: dict[str, Any], case: Case, files: Files, folder: Path) -> dict[str, Any]:
-    """The peer's plan under our cost model and simulator."""
+    """Return the peer's plan under our cost model and simulator."""
     written, plan, out = (folder / f"theirs.{end}" for end in ("config.json", "json", "prediction.json"))
     written.write_text(json.dumps(config, indent=1))
     said = ["--sequence-parallel", case.sequence_parallel, "--precision-reduce", "float32"]
@@ -229,7 +229,7 @@ def sayable(case: Case, files: Files, folder: Path, usable: dict[str, Any]) -> d
 
 
 def summary(plan: Plan) -> str:
-    """One line: pipeline stages, microbatches, and the runs of equal layers, embedding and head at the ends."""
+    """Return one line: pipeline stages, microbatches, and the runs of equal layers, embedding and head at the ends."""
 
     def said(strategy: Strategy) -> str:
         recompute = getattr(strategy, "recompute", "none")

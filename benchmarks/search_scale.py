@@ -158,7 +158,7 @@ def main() -> None:
 
 
 def _row(name: str, row: dict) -> str:
-    """The table's line of a case."""
+    """Return the table's line of a case."""
     told = [name, f"{row['cpu_s']:.2f}", GOALS_S.get(name, ""), str(row["peak_mib"])]
     told += [f"{row['gap']:.2%}", str(row["cases"])] if "gap" in row else ["", ""]
     told.append(row.get("plan", ""))
@@ -166,7 +166,7 @@ def _row(name: str, row: dict) -> str:
 
 
 def measured(folder: Path, asked: list[str], repeats: int, is_cut: bool = False) -> dict:
-    """The median run's CPU seconds, the most memory, and what was found: where it is cut short, maybe nothing."""
+    """Return the median run's CPU seconds, the most memory, and what was found: where it is cut short, maybe nothing."""
     out = folder / "plan.json"
     out.unlink(missing_ok=True)
     used = median_of(["shardwright", *asked, "--out", str(out)], folder, repeats, may_fail=is_cut)
@@ -191,7 +191,7 @@ def hardware_of_many_nodes(folder: Path, repeats: int) -> dict:
 
 
 def published(folder: Path, name: str, reference: Path) -> list[str]:
-    """A case on published profiles, within what the peer leaves for tensors; the options of the search."""
+    """Return a case on published profiles, within what the peer leaves for tensors; the options of the search."""
     case = IMPORTED[name]
     folder.mkdir(parents=True, exist_ok=True)
     files = files_of(case, reference, folder)
@@ -207,7 +207,7 @@ def median_of(
     clear: Callable[[], None] = lambda: None,
     may_fail: bool = False,
 ) -> dict:
-    """The median run's CPU seconds, and the most memory; `clear` takes away what a run has written.
+    """Return the median run's CPU seconds, and the most memory; `clear` takes away what a run has written.
 
     What the last run printed is in the folder. A run that ends with an error ends all, unless it `may_fail`.
     """

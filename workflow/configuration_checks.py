@@ -38,7 +38,7 @@ _ARTICLES = {"correction": "a correction", "imbalance": "an imbalance"}
 
 
 def typed(config: Section, file: str) -> Configuration:
-    """The configuration as its types; raises BadInput naming the place, such as `searches.tight.memory_gib`."""
+    """Return the configuration as its types; raises BadInput naming the place, such as `searches.tight.memory_gib`."""
     checked: dict[str, object] = dict(config)
     for field in msgspec.structs.fields(Configuration):
         section = config.get(field.name)
@@ -60,7 +60,7 @@ def _entry(section: str, name: object, entry: object, kind: type[_Type], file: s
 
 
 def converted(value: object, kind: type[_Type], where: str, file: str) -> _Type:
-    """A value as its type; raises BadInput naming the place inside of `if`."""
+    """Return a value as its type; raises BadInput naming the place inside of `if`."""
     try:
         # The only type of the stages' own that a configuration spells is a path.
         return msgspec.convert(value, kind, dec_hook=lambda path, text: path(text))
@@ -242,7 +242,7 @@ def _is_alike(value: object, usual: object) -> bool:
 
 
 def _config_class_keys(model_type: str) -> tuple[set[str], dict[str, str]]:
-    """The fields and the aliases of a Hugging Face configuration class, read from its source.
+    """Return the fields and the aliases of a Hugging Face configuration class, read from its source.
 
     Importing transformers takes seconds, which every call of snakemake would pay for.
     """
@@ -279,7 +279,7 @@ def _hint(name: str, known: Iterable[str]) -> str:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The content of a YAML file whose outermost value is a mapping; raises BadInput with the line."""
+    """Return the content of a YAML file whose outermost value is a mapping; raises BadInput with the line."""
     try:
         content = mapping(read_bytes(path, MAX_BYTES), path)
     except Unusable as error:

@@ -41,7 +41,7 @@ def generated() -> str:
 
 
 def _kind_of_section(field: msgspec.structs.FieldInfo) -> Any:  # noqa: ANN401 (a type, or None)
-    """The type of a section or of its entries; None for a single value."""
+    """Return the type of a section or of its entries; None for a single value."""
     kinds = [kind for kind in (field.type, *get_args(field.type)) if isinstance(kind, type)]
     return next((kind for kind in kinds if issubclass(kind, msgspec.Struct)), None)
 

@@ -28,7 +28,7 @@ _EXACT = 2**53
 
 
 def normal(config: Mapping[str, Any], settings: Configuration) -> dict[str, Any]:
-    """A configuration in a canonical spelling, except a model's overrides of its preset, which stay as written."""
+    """Return a configuration in a canonical spelling, except a model's overrides of its preset, which stay as written."""
     overrides = {
         name: {key: value for key, value in config["models"][name].items() if key not in model.__struct_fields__}
         for name, model in settings.models.items()
@@ -91,7 +91,7 @@ def folder_of_run(config: Configuration, run: str) -> str:
 
 
 def folder_of_data(config: Configuration, name: str) -> str:
-    """The name of the folder of an entry of `data`, such as `stdlib-1a2b3c4d`."""
+    """Return the name of the folder of an entry of `data`, such as `stdlib-1a2b3c4d`."""
     return _folder(name, _data(config, name))
 
 
@@ -141,12 +141,12 @@ def located(folder: Path, name: str) -> str:
 
 
 def runs_of(config: Configuration, imbalance: Imbalance | None) -> list[str]:
-    """The file that shows that the run of a load is done, in a list that is empty for other loads."""
+    """Return the file that shows that the run of a load is done, in a list that is empty for other loads."""
     return [f"results/runs/{folder_of_run(config, str(imbalance))}/DONE.json"] if imbalance in config.runs else []
 
 
 def load_options(config: Configuration, folder: Path, imbalance: Imbalance | None) -> list[str]:
-    """The load option of commands that price plans; empty at even load."""
+    """Return the load option of commands that price plans; empty at even load."""
     if imbalance is None:
         return []
     if imbalance in config.runs:

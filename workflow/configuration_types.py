@@ -140,12 +140,12 @@ class ClusterNodes(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def num_machines(self) -> int:
-        """The number of machines on which the commands for all nodes are started."""
+        """Return the number of machines on which the commands for all nodes are started."""
         return 1 if self.all_nodes_here else self.num_nodes
 
     @property
     def node_types(self) -> tuple[str, ...]:
-        """The names of the cluster's node types, in the order of its ranks."""
+        """Return the names of the cluster's node types, in the order of its ranks."""
         return tuple(dict.fromkeys(group.node_type for group in self.nodes))
 
 

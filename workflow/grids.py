@@ -207,21 +207,21 @@ class GridFile:
         return tuple((name, cluster) for name, model in self.settings.models.items() for cluster in model.clusters)
 
     def parts(self, folder: str) -> list[str]:
-        """The path of a file of every pair in one of the grid's folders."""
+        """Return the path of a file of every pair in one of the grid's folders."""
         return [f"{self.folder}/{folder}/{model}@{cluster}.json" for model, cluster in self.pairs]
 
     @property
     def measurements(self) -> list[str]:
-        """The paths of the grid's measurements; empty if its plans are not run."""
+        """Return the paths of the grid's measurements; empty if its plans are not run."""
         return self.parts("measured") if self.settings.measure else []
 
     @property
     def fronts(self) -> list[str]:
-        """The paths of the tables of the grid's fronts."""
+        """Return the paths of the tables of the grid's fronts."""
         return [f"{self.folder}/fronts/{name}/front.csv" for name in self.settings.fronts]
 
     def waits_for(self, model: str, cluster: str) -> dict[str, Any]:
-        """The inputs of a job that searches a pair: its files, the run of its load, and the tables of Galvatron."""
+        """Return the inputs of a job that searches a pair: its files, the run of its load, and the tables of Galvatron."""
         sdist = [f"{_REFERENCE}/hetu-galvatron"] if [*self.published(model, cluster)] else []
         runs = runs_of(self._workflow.settings, self.settings.models[model].imbalance)
         return {**self.inputs(model, cluster)._asdict(), "load": runs, "sdist": sdist}
@@ -232,16 +232,16 @@ class GridFile:
         return {**self.waits_for(front.model, front.cluster), "sdist": []}
 
     def load_sha256(self, model: str) -> str:
-        """The hash of the file of a model's load of experts; empty for other loads."""
+        """Return the hash of the file of a model's load of experts; empty for other loads."""
         imbalance = self.settings.models[model].imbalance
         return load_sha256(self._workflow.settings, self._workflow.folder, imbalance)
 
     def cells_json(self, model: str, cluster: str) -> str:
-        """The grid document of a model on a cluster: its searches."""
+        """Return the grid document of a model on a cluster: its searches."""
         return self._document(Grid, {"searches": self._cells(model, cluster)})
 
     def part_json(self, model: str, cluster: str, part: int) -> str:
-        """The grid document of one part of the searches of a model on a cluster."""
+        """Return the grid document of one part of the searches of a model on a cluster."""
         return self._document(
             Grid, {"searches": self._cells(model, cluster)[part * CELLS_OF_A_PART : (part + 1) * CELLS_OF_A_PART]}
         )
@@ -252,7 +252,7 @@ class GridFile:
         return [f"{self.folder}/answers/{model}@{cluster}/{part}.json" for part in range(parts) if parts > 1]
 
     def part_words(self, model: str, cluster: str) -> list[str]:
-        """The options of the command that searches a part."""
+        """Return the options of the command that searches a part."""
         return spelled_options({**self._named(model, cluster), "folder": "results/cells"})
 
     def _cells(self, model: str, cluster: str) -> list[Mapping[str, Any]]:
@@ -280,7 +280,7 @@ class GridFile:
         return self._document(SearchRequest, search)
 
     def cluster_json(self, name: str) -> str:
-        """The document of a cluster that published tables are of."""
+        """Return the document of a cluster that published tables are of."""
         clusters, parts = self.settings.clusters, self._nodes_of(name)
         types = {part: clusters[part].device.lower() for part in parts}
         nodes = [{"node_type": types[part], "count": count} for part, count in parts.items()]
@@ -288,7 +288,7 @@ class GridFile:
         return self._document(Cluster, {"name": name, "nodes": nodes, "node_types": node_types})
 
     def _nodes_of(self, cluster: str) -> Mapping[str, int]:
-        """The number of nodes by cluster of a single device."""
+        """Return the number of nodes by cluster of a single device."""
         mixed = self.settings.mixed_clusters.get(cluster)
         return mixed.nodes_of if mixed else {cluster: self.settings.clusters[cluster].nodes}
 
@@ -313,7 +313,7 @@ class GridFile:
         )
 
     def commands(self, model: str, cluster: str) -> list[str]:
-        """The commands of a pair's job, for `shardwright batch`: plans that are not searched, then the cells."""
+        """Return the commands of a pair's job, for `shardwright batch`: plans that are not searched, then the cells."""
         given = [*self._imports(model, cluster), *self._even_plans(model, cluster)]
         priced = (
             command_line("evaluate", plan, **self._profiles(model, cluster), out=_beside(plan)) for plan, _ in given
@@ -331,7 +331,7 @@ class GridFile:
         return ["rent", *spelled_options({**named, "search": f"{folder}.search.json", "out": folder})]
 
     def published(self, model: str, cluster: str) -> Iterator[tuple[str, Published]]:
-        """The published plans of a pair, each with the path of the imported plan."""
+        """Yield the published plans of a pair, each with the path of the imported plan."""
         for plan in self.settings.models[model].published:
             if plan.cluster == cluster:
                 size = _size_name(plan.memory_gib, plan.global_batch_size)
@@ -363,7 +363,7 @@ class GridFile:
             )  # fmt: skip
 
     def _profiles(self, model: str, cluster: str) -> dict[str, Any]:
-        """The options that give a command the profiles and load of a pair."""
+        """Return the options that give a command the profiles and load of a pair."""
         files, workflow = self.inputs(model, cluster), self._workflow
         words = load_options(workflow.settings, workflow.folder, self.settings.models[model].imbalance)
         load = {"imbalance": words[1]} if words else {}
@@ -374,7 +374,7 @@ class GridFile:
         return {"cluster": files.cluster, "model": files.model, **self._profiles(model, cluster)}
 
     def _described(self, model: str) -> str:
-        """The name of the model's file, or of the configuration's model."""
+        """Return the name of the model's file, or of the configuration's model."""
         return self.settings.models[model].description or model
 
     def _search(self, model: str, name: str, memory_gib: float | None, batch: int, space: str) -> Mapping[str, Any]:
@@ -451,7 +451,7 @@ def _ascending(size: tuple[float | None, int]) -> tuple[bool, float, int]:
 
 
 def _size_name(memory_gib: float | None, batch: int) -> str:
-    """The prefix of the cells' names for a budget and batch, which also names the published plan for both."""
+    """Return the prefix of the cells' names for a budget and batch, which also names the published plan for both."""
     return f"whole-b{batch}" if memory_gib is None else f"m{memory_gib:g}-b{batch}"
 
 

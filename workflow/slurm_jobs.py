@@ -96,14 +96,14 @@ def job_resources(
 
 
 def _started(component: Component, nodes: int) -> str:
-    """A component in the form that on_nodes.sh reads; a single node needs no interface."""
+    """Return a component in the form that on_nodes.sh reads; a single node needs no interface."""
     interface = component.slurm.socket_interface if nodes > 1 else None
     at = f"@{interface}" if interface else ""
     return f"{component.nodes}x{component.slurm.cpus_per_node}{at}"
 
 
 def _extra(component: Component, each: str) -> str:
-    """The options of sbatch that the plugin has no resource for."""
+    """Return the options of sbatch that the plugin has no resource for."""
     gpus = component.slurm.gpus_per_node
     return " ".join(filter(None, ("--exclusive", f"--gpus-per-node={gpus}" if gpus else "", each)))
 
@@ -157,7 +157,7 @@ def signal_lead_s(
 
 
 def _measured_save_s(metrics: Path) -> float | None:
-    """The seconds of the longest save in a run's metrics; None if there is none."""
+    """Return the seconds of the longest save in a run's metrics; None if there is none."""
     longest_s = None
     for number, line in enumerate(metrics.read_bytes().splitlines() if metrics.is_file() else (), start=1):
         if b'"save_s"' not in line or line[-1:] != b"}":  # the last one may be cut off

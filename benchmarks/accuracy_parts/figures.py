@@ -18,7 +18,7 @@ class Compared(NamedTuple):
 
     @property
     def error(self) -> float:
-        """How far the prediction is, relative to what was measured."""
+        """Return how far the prediction is, relative to what was measured."""
         return abs(self.predicted / self.measured - 1)
 
 

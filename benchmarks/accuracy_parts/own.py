@@ -187,7 +187,7 @@ def _searched(work: Path, inputs: Inputs, profile: Path) -> Plan:
 
 
 def _profiled_kinds(profile: Path) -> dict[str, list[str]]:
-    """The kinds of sequence parallelism and recomputation that a profile has points of."""
+    """Return the kinds of sequence parallelism and recomputation that a profile has points of."""
     layers = read_model_profile(profile).layers
     return {name: [kind for kind in KINDS[name] if kind.encode() in layers[name]] for name in KINDS}
 
@@ -221,7 +221,7 @@ def _decision(plan: Plan) -> str:
 
 
 def _problem(plan: Plan, profiles: Profiles) -> str | None:
-    """Why a plan cannot be run, priced or held in memory."""
+    """Return why a plan cannot be run, priced or held in memory."""
     try:
         check_supported(plan, Path("plan"))
         estimate = _estimate(plan, profiles)
@@ -239,7 +239,7 @@ _MOST_RUNS = 4
 
 
 def random_plan(model: Model, cluster: Cluster, global_batch_size: int, draw: random.Random, name: str) -> Plan:
-    """A plan that can be run, though not always priced: every degree and kind is as likely as another.
+    """Return a plan that can be run, though not always priced: every degree and kind is as likely as another.
 
     So is every schedule of joint backward passes.
     """

@@ -105,7 +105,7 @@ def compared(folder: Path, variant: str, process_gib: float) -> Iterator[Compare
 
 
 def simulated_s(plan: SailorPlan, ranges: Sequence[StageTimes]) -> float:
-    """The simulated step."""
+    """Return the simulated step."""
     return simulate(ranges, Schedule.ONE_F_ONE_B, plan.num_microbatches).step_ps / 1e12
 
 
@@ -122,7 +122,7 @@ def closed_form_s(plan: SailorPlan, ranges: Sequence[StageTimes]) -> float:
 
 
 def _ranges(plan: SailorPlan, tables: Tables) -> list[StageTimes]:
-    """The times of each stage; tied embeddings are reduced in the first and the last one after their own gradients."""
+    """Return the times of each stage; tied embeddings are reduced in the first and the last one after their own gradients."""
     sends = [_send_s(plan, tables, here, after) for here, after in pairwise(plan.replicas)]
     tie_s, last = _tie_s(plan, tables), len(plan.stages) - 1
     found = []
@@ -243,7 +243,7 @@ def _parameters(plan: SailorPlan, tables: Tables, index: int, replica: Replica) 
 
 
 def _tied_parameters(plan: SailorPlan, tables: Tables, replica: Replica) -> int:
-    """The embedding without its table of positions, which every rank holds whole."""
+    """Return the embedding without its table of positions, which every rank holds whole."""
     every = int(tables.layers[plan.model][str(replica.devices)]["0"]["params_floats"])
     return every - SEQUENCE_LENGTH * HIDDEN[plan.model]
 

@@ -81,7 +81,7 @@ def read_results(file: Path) -> dict[str, Any]:
 
 
 def _profiles(folder: Path) -> dict[str, bytes]:
-    """The two profiles; BadInput where one is missing or cannot be read."""
+    """Return the two profiles; BadInput where one is missing or cannot be read."""
     archive, found = folder / "everything.tgz", dict[str, bytes]()
     if not archive.is_file():
         raise BadInput(archive, "is not there", "give the folder that came back")
@@ -100,7 +100,7 @@ def _profiles(folder: Path) -> dict[str, bytes]:
 
 
 def _noise(profiles: Mapping[str, bytes]) -> str | None:
-    """The first layer whose times are less certain than the profile stage asks for; BadInput where one is damaged."""
+    """Return the first layer whose times are less certain than the profile stage asks for; BadInput where one is damaged."""
     with TemporaryDirectory() as scratch:
         files = {name: Path(scratch) / f"{name}.h5" for name in profiles}
         for name, file in files.items():
@@ -170,7 +170,7 @@ def worse_predictions(whole: Mapping[str, Any], reference: Path) -> list[str]:
 
 
 def setting_of(whole: Mapping[str, Any]) -> Setting:
-    """The setting that plans of some results are made for."""
+    """Return the setting that plans of some results are made for."""
     memory = whole["steps"]["S0"]["rows"]["versions"]["memory_bytes"]
     return Setting(
         device_type="cpu" if whole["what"] == REHEARSAL else "cuda",

@@ -32,7 +32,7 @@ class Assumption(NamedTuple):
 
 
 def entry_of(device: str) -> tuple[str, Device]:
-    """The key and the entry of a device in the table; of one that is not in it, those of the kit's own device."""
+    """Return the key and the entry of a device in the table; of one that is not in it, those of the kit's own device."""
     table = read_devices()
     return next(
         ((key, one) for key, one in table.devices.items() if device in one.names), (DEVICE, table.devices[DEVICE])
@@ -42,7 +42,7 @@ def entry_of(device: str) -> tuple[str, Device]:
 def assumptions(
     device: str, rows: Mapping[str, Any], contexts: Mapping[str, Any] | None = None
 ) -> Sequence[Assumption]:
-    """Every constant of a device; `rows` are those of S2, `contexts` those of S0."""
+    """Return every constant of a device; `rows` are those of S2, `contexts` those of S0."""
     _, entry = entry_of(device)
     peak, memory = entry.peaks["bfloat16"], entry.memory_bytes_per_s
     best = UNKNOWN_PRODUCT / TYPICAL_PRODUCT if entry.best_product is None else entry.best_product
@@ -92,7 +92,7 @@ def assumptions(
 
 
 def lines_of(found: Sequence[Assumption]) -> list[str]:
-    """The table of all constants."""
+    """Return the table of all constants."""
     told = []
     for one in found:
         measured = "-" if one.measured is None else f"{one.measured / one.unit:.3g}"

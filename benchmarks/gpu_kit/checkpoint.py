@@ -49,7 +49,7 @@ class _Run(NamedTuple):
 
 
 def rows(setting: Setting, stack: ExitStack) -> list[Row]:
-    """The rows, in the order in which they need one another."""
+    """Return the rows, in the order in which they need one another."""
     world, groups = lone_world(setting, stack), cache(lambda: Groups(setting.device_type))
     folder = setting.work / "checkpoints"
 
@@ -129,7 +129,7 @@ def _resumed(run: _Run) -> Values:
 
 
 def _memory(setting: Setting, run: _Run) -> Values:
-    """The peak of a step, and on a GPU PyTorch's own snapshot of what was allocated then."""
+    """Return the peak of a step, and on a GPU PyTorch's own snapshot of what was allocated then."""
     with record_memory(run.world.device) as record:
         record.hook("start")
         batch = batch_of(run.plan.model, run.plan.global_batch_size, seed=7)

@@ -40,7 +40,7 @@ EXPERTS: dict[str, Any] = {
 
 
 def configuration(family: str, width: int, layers: int, vocabulary: int, length: int) -> dict[str, Any]:
-    """A model of a family with heads of 1/8 of its width, and 2 of 8 experts where it has such."""
+    """Return a model of a family with heads of 1/8 of its width, and 2 of 8 experts where it has such."""
     match family:
         case "gpt2":
             off = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)

@@ -53,7 +53,7 @@ TRACE = "trace.json.gz"
 
 
 def dense_plan(setting: Setting, **fields: object) -> Plan:
-    """The plan of the dense model on one device."""
+    """Return the plan of the dense model on one device."""
     length, samples = setting.size((4096, 4), (16, 2))
     model = described(setting.size(_DENSE, _DENSE | _TINY_SIZES), "llama-1b", length)
     return one_device_plan(setting, model, "fast", samples, **({"attention": "sdpa"} | fields))
@@ -82,7 +82,7 @@ _WAYS: Mapping[str, tuple[str, Way]] = {
 
 
 def rows(setting: Setting, stack: ExitStack) -> list[Row]:
-    """The rows, the compiled ways last: should compilation take too long, nothing else is lost."""
+    """Return the rows, the compiled ways last: should compilation take too long, nothing else is lost."""
     world, groups = lone_world(setting, stack), cache(lambda: Groups(setting.device_type))
     stack.enter_context(_compiled_fast(setting))
     plans = {"dense": cache(partial(dense_plan, setting)), "experts": cache(partial(_sparse_plan, setting))}
@@ -165,7 +165,7 @@ def _traced(setting: Setting, plan: Plan, world: World, groups: Groups) -> Value
 
 
 def lines(rows: Mapping[str, Any]) -> list[str]:
-    """The tables."""
+    """Return the tables."""
     ways = {name: row for name, row in rows.items() if "tokens_per_s" in row}
     told = [
         [
@@ -200,7 +200,7 @@ ASKED = ("aten::_local_scalar_dense", "aten::nonzero")
 
 
 def counted(plan: Plan, world: World, groups: Groups) -> Values:
-    """The calls of one step, after two others."""
+    """Return the calls of one step, after two others."""
     engine = engine_of(plan, world, groups, "sdpa", weights=DrawnOnDevice())
     steps = [step_of(engine, batch_of(plan.model, plan.global_batch_size, seed), seed + 1) for seed in range(3)]
     for step in steps[:-1]:
@@ -217,7 +217,7 @@ def counted(plan: Plan, world: World, groups: Groups) -> Values:
 
 
 def wait_lines(rows: Mapping[str, Any]) -> list[str]:
-    """The table."""
+    """Return the table."""
     names = (*CALLS, *ASKED)
     told = [
         [name.removeprefix("waits: "), row["waits"], *(row["calls"][each] for each in names)]

@@ -97,7 +97,7 @@ def _run(step: Step, setting: Setting, results: Results, ends_at: float) -> None
 
 
 def _device_answers() -> bool:
-    """Whether CUDA still works in this process: after some faults nothing does until the process ends."""
+    """Return whether CUDA still works in this process: after some faults nothing does until the process ends."""
     import torch
 
     try:

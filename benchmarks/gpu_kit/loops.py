@@ -31,13 +31,13 @@ Way = Callable[[Plan, World, Groups], Train]
 
 
 def runtime(plan: Plan, world: World, groups: Groups) -> Train:
-    """The runtime under a plan."""
+    """Return the runtime under a plan."""
     engine = engine_of(plan, world, groups, "sdpa", SETTINGS, DrawnOnDevice())
     return lambda batch: engine.train_step(step_of(engine, batch, SETTINGS.steps // 2)).loss
 
 
 def plain_loop(plan: Plan, world: World, groups: Groups, *, compiled: bool = False, experts: str = "") -> Train:
-    """A loop over stock transformers with the weights of the runtime.
+    """Return a loop over stock transformers with the weights of the runtime.
 
     `experts`: how transformers computes experts. Autocast does not reach its grouped products: the weights are in
     bfloat16 then, and no autocast is used.
@@ -61,7 +61,7 @@ def plain_loop(plan: Plan, world: World, groups: Groups, *, compiled: bool = Fal
 
 
 def sharded_loop(plan: Plan, world: World, groups: Groups) -> Train:
-    """A loop like torchtitan's: blocks compiled one by one and sharded by FSDP2, and the loss in chunks."""
+    """Return a loop like torchtitan's: blocks compiled one by one and sharded by FSDP2, and the loss in chunks."""
     stock: Any = stock_of(engine_of(plan, world, groups, "sdpa", SETTINGS, DrawnOnDevice()), "sdpa")
     mesh = init_device_mesh(world.device.type, (1,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -114,7 +114,7 @@ def _updated(stock: nn.Module, adamw: torch.optim.AdamW, loss: Tensor) -> Tensor
 
 
 def timed(train: Train, batches: list[Batch], warm_up: int, device: torch.device) -> Values:
-    """The median step; all losses, which ways share but for rounding; what warming up took; peak memory."""
+    """Return the median step; all losses, which ways share but for rounding; what warming up took; peak memory."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     began = time.perf_counter()
@@ -138,7 +138,7 @@ def timed(train: Train, batches: list[Batch], warm_up: int, device: torch.device
 
 
 def mark(device: torch.device) -> Any:  # noqa: ANN401
-    """A moment of the device's work."""
+    """Return a moment of the device's work."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)

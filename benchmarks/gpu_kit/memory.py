@@ -24,7 +24,7 @@ _DEVICES = 8
 
 
 def rows(setting: Setting, stack: ExitStack) -> list[Row]:
-    """A row for each plan and each of its two ranks."""
+    """Return a row for each plan and each of its two ranks."""
     predicted = json.loads((setting.carried / PREDICTIONS).read_bytes())["plans"]
     names = [name for name, one in predicted.items() if one["devices"] == "eight"]
     # A null device counts no positions of experts, so that ranks would send none.
@@ -37,7 +37,7 @@ def rows(setting: Setting, stack: ExitStack) -> list[Row]:
 
 
 def _taken(setting: Setting, predicted: Mapping[str, Any], rank: int) -> Values:
-    """The peak of a step after a first one, and what was predicted of the rank."""
+    """Return the peak of a step after a first one, and what was predicted of the rank."""
     plan = read_document(setting.carried / "plans" / predicted["file"], Plan)
     with fake_world(setting, rank, _DEVICES) as world:
         groups = Groups(setting.device_type)
@@ -65,7 +65,7 @@ def _taken(setting: Setting, predicted: Mapping[str, Any], rank: int) -> Values:
 
 
 def lines(rows: Mapping[str, Any]) -> list[str]:
-    """The table."""
+    """Return the table."""
     told = [
         [
             name,

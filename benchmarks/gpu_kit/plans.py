@@ -49,7 +49,7 @@ class Case(NamedTuple):
 
 
 def config_of(setting: Setting, model: str, layers: int) -> dict[str, Any]:
-    """The config.json of a model with so many layers."""
+    """Return the config.json of a model with so many layers."""
     config: dict[str, Any] = dict(configurations.LLAMA_1B if model == SMALL else configurations.EXPERTS)
     if model in _PRESETS:
         config = dict(read_presets()[model].config)
@@ -63,13 +63,13 @@ def config_of(setting: Setting, model: str, layers: int) -> dict[str, Any]:
 
 
 def length_of(setting: Setting, model: str) -> int:
-    """The length of a model's samples."""
+    """Return the length of a model's samples."""
     return int(setting.size(_LENGTHS[model], _TINY_LENGTH))
 
 
 @cache
 def model_of(setting: Setting, model: str, layers: int, lora: bool = False, parts: int = 1) -> Model:
-    """The description of a model with so many layers, at its length or a part of it."""
+    """Return the description of a model with so many layers, at its length or a part of it."""
     found = described(config_of(setting, model, layers), model, length_of(setting, model) // parts)
     return adapt(found, adapter_of_config(_LORA, Path("LoRA")), Path("LoRA")) if lora else found
 

@@ -33,12 +33,12 @@ _PATIENCE = 5
 
 
 def profile_file(setting: Setting, what: str) -> Path:
-    """The profile of the device, or of the layers."""
+    """Return the profile of the device, or of the layers."""
     return setting.work / "profiles" / f"{what}.h5"
 
 
 def rows(setting: Setting, stack: ExitStack) -> list[Row]:
-    """The two profiles, one measurement of all plans, and a row for each plan."""
+    """Return the two profiles, one measurement of all plans, and a row for each plan."""
     predicted = {name: one for name, one in predictions(setting).items() if one["devices"] == "one"}
     profiles, halves = cache(partial(_profiles, setting)), _halves(predicted)
     return [
@@ -121,7 +121,7 @@ def _measured_file(setting: Setting, half: str) -> Path:
 
 
 def plan_file(setting: Setting, predicted: Mapping[str, Any]) -> Path:
-    """The file of a plan that was predicted beforehand."""
+    """Return the file of a plan that was predicted beforehand."""
     return setting.carried / "plans" / str(predicted["file"])
 
 
@@ -164,7 +164,7 @@ def _trained(setting: Setting, predicted: Mapping[str, Any]) -> Values:
 
 
 def lines(rows: Mapping[str, Any]) -> list[str]:
-    """The table, and the median errors."""
+    """Return the table, and the median errors."""
     plans = {name: row for name, row in rows.items() if "measured_s" in row}
     told = [
         [

@@ -73,7 +73,7 @@ def _settings(asked: argparse.Namespace) -> list[Setting]:
 
 
 def setting_of_h200(carried: Path) -> Setting:
-    """One device of the table, as its driver names it."""
+    """Return one device of the table, as its driver names it."""
     table = read_devices()
     device = table.devices[DEVICE]
     assert device.memory_bytes is not None

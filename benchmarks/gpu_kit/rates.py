@@ -50,7 +50,7 @@ _LONG_ENOUGH_S = 0.05
 
 
 def rows(setting: Setting, stack: ExitStack) -> list[Row]:
-    """The rows, those first that most constants hang on."""
+    """Return the rows, those first that most constants hang on."""
     products = [
         Row(f"product: {name}, {n} rows", partial(_product, setting, n, inputs, outputs))
         for name, (several, inputs, outputs) in _PRODUCTS.items()
@@ -80,7 +80,7 @@ def _assumed(setting: Setting) -> Values:
 
 
 def clock(setting: Setting, do: Callable[[], object]) -> float:
-    """The median seconds of some calls, after two that are not timed."""
+    """Return the median seconds of some calls, after two that are not timed."""
     device = device_of(setting)
     do()
     wait(device)
@@ -253,7 +253,7 @@ _IN_A_GRAPH = 1000
 
 
 def host_rows(setting: Setting) -> list[Row]:
-    """The rows."""
+    """Return the rows."""
     ways = [(place, way) for place in ("pinned", "pageable") for way in ("to the device", "to the host")]
     return [
         Row("host: an eager Llama block", partial(_block, setting)),
@@ -306,7 +306,7 @@ def _host_s(device: torch.device, do: Callable[[], Any]) -> tuple[float, list[An
 
 
 def _kernels(setting: Setting, do: Callable[[], Any]) -> tuple[float, Any]:
-    """The kernels of a call; on a processor, its operators."""
+    """Return the kernels of a call; on a processor, its operators."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * setting.on_cuda
     with profile(activities=activities) as profiler:
         returned = do()

@@ -61,7 +61,7 @@ class _Stock(NamedTuple):
 
 
 def rows(setting: Setting, stack: ExitStack) -> list[Row]:
-    """The rows: every family in both formats under each recomputation, then experts, rings, bits and host memory."""
+    """Return the rows: every family in both formats under each recomputation, then experts, rings, bits and host memory."""
     world, groups = lone_world(setting, stack), cache(lambda: Groups(setting.device_type))
     found = []
     for dtype in FORMATS:
@@ -85,7 +85,7 @@ _HELD: dict[str, _Stock] = {}
 
 
 def _last_one(make: Callable[[], _Stock], stack: ExitStack) -> Callable[[], _Stock]:
-    """A function that makes its value once, and forgets those of others then."""
+    """Return a function that makes its value once, and forgets those of others then."""
     key = str(id(make))
     stack.callback(_HELD.clear)
 
@@ -172,7 +172,7 @@ def gradients_of(engine: Any) -> dict[str, Tensor]:  # noqa: ANN401
 
 
 def _stock_step(stock: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of every label that counts, and the gradients of their mean."""
+    """Return the loss of every label that counts, and the gradients of their mean."""
     logits, labels = logits_of(stock, batch).flatten(0, -2), batch["labels"].flatten()
     wide = logits if logits.dtype is torch.float64 else logits.float()
     losses = nn.functional.cross_entropy(wide, labels, reduction="none", ignore_index=IGNORED)[labels != IGNORED]
@@ -182,7 +182,7 @@ def _stock_step(stock: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tenso
 
 
 def _relative(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """The 2-norm of all differences over that of all wanted values."""
+    """Return the 2-norm of all differences over that of all wanted values."""
     if set(found) != set(wanted):
         raise SystemExit(f"not the same parameters: {sorted(set(found) ^ set(wanted))[:3]}")
     difference = sum(float((found[name].view(x.shape) - x).square().sum()) for name, x in wanted.items())
@@ -190,7 +190,7 @@ def _relative(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 
 
 def _worst(own: dict[str, Tensor], stock: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, Any]:
-    """The parameter that is farthest off, by its distance over what is allowed; those without rounding are left out."""
+    """Return the parameter that is farthest off, by its distance over what is allowed; those without rounding are left out."""
     ratios = {
         name: float((own[name].view(x.shape) - x).norm()) / (_TRIANGLE * rounding)
         for name, x in stock.items()
@@ -201,7 +201,7 @@ def _worst(own: dict[str, Tensor], stock: dict[str, Tensor], exact: dict[str, Te
 
 
 def lines(rows: Mapping[str, Any]) -> list[str]:
-    """The tables."""
+    """Return the tables."""
     compared = {name: row for name, row in rows.items() if "gradient_distance" in row}
     agree = sum(row["agrees"] for row in compared.values())
     head = [
@@ -248,7 +248,7 @@ _MODELS = {"llama": (), "mixtral": ("as chosen",)}
 
 
 def bits_rows(setting: Setting, world: Callable[[], World], groups: Callable[[], Groups]) -> list[Row]:
-    """The rows; a model with experts once."""
+    """Return the rows; a model with experts once."""
     return [
         Row(f"bits: {family}, {kernel}", partial(_twice, setting, world, groups, family, kernel))
         for family, kernels in _MODELS.items()
@@ -276,7 +276,7 @@ def _twice(
 
 
 def bits_lines(rows: Mapping[str, Any]) -> list[str]:
-    """The table."""
+    """Return the table."""
     told = [
         [name.removeprefix("bits: "), "yes" if row["same"] else "no", f"{row['unlike']} of {row['of']}"]
         for name, row in rows.items()
@@ -298,7 +298,7 @@ _CASES = (
 
 
 def host_rows(setting: Setting, world: Callable[[], World], groups: Callable[[], Groups]) -> list[Row]:
-    """A row for each kind of offload, of all blocks."""
+    """Return a row for each kind of offload, of all blocks."""
     return [
         Row(f"host: {offload}, recompute {recompute}", partial(_beside, setting, world, groups, offload, recompute))
         for offload, recompute in _CASES
@@ -344,7 +344,7 @@ def _trained(setting: Setting, plan: Plan, world: World, groups: Groups) -> dict
 
 
 def host_lines(rows: Mapping[str, Any]) -> list[str]:
-    """The table."""
+    """Return the table."""
     told = [
         [
             name.removeprefix("host: "),

@@ -22,7 +22,7 @@ _BOUND = 2.0**-7
 
 
 def rows(setting: Setting) -> list[Row]:
-    """The rows."""
+    """Return the rows."""
     return [Row(f"experts: {name}", partial(_products, setting, counts)) for name, counts in _COUNTS.items()]
 
 
@@ -58,13 +58,13 @@ def _poison(setting: Setting, device: torch.device, size: int) -> None:
 
 
 def _distance(mine: Tensor | None, wanted: Tensor | None) -> float:
-    """The largest difference over the largest value; NaN where any value is."""
+    """Return the largest difference over the largest value; NaN where any value is."""
     assert mine is not None and wanted is not None
     return float((mine.detach().double() - wanted.detach()).abs().max() / wanted.detach().abs().max())
 
 
 def lines(rows: Mapping[str, Any]) -> list[str]:
-    """The table."""
+    """Return the table."""
     told = [
         [
             name.removeprefix("experts: "),

@@ -39,7 +39,7 @@ _CASES = {
 
 
 def rows(setting: Setting) -> list[Row]:
-    """The rows."""
+    """Return the rows."""
     return [Row(f"ring: {name}", partial(_blocks, setting, case)) for name, case in _CASES.items()]
 
 
@@ -76,7 +76,7 @@ def _blocks(setting: Setting, case: _Case) -> Values:
 
 
 def _seen(case: _Case, length: int, device: torch.device) -> Tensor:
-    """The keys that each query sees [queries, keys], of earlier positions; documents begin late."""
+    """Return the keys that each query sees [queries, keys], of earlier positions; documents begin late."""
     positions = torch.arange(_PIECES * length, device=device)
     seen = positions[-length:, None] >= positions
     return seen & (positions >= positions[-length] - length // 2) if case.documents else seen
@@ -100,7 +100,7 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, seen: Te
 
 
 def lines(rows: Mapping[str, Any]) -> list[str]:
-    """The table."""
+    """Return the table."""
     told = [
         [name.removeprefix("ring: "), row["kernel"]]
         + [f"{row[part]:.1e}" for part in ("output", "queries", "keys", "values")]

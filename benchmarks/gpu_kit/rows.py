@@ -49,11 +49,11 @@ class Results:
                 self.steps[name] = step | {"rows": kept, "not_reached": []}
 
     def has(self, step: str, row: str) -> bool:
-        """Whether a row is there."""
+        """Return whether a row is there."""
         return row in self.steps.get(step, {}).get("rows", {})
 
     def rows(self, step: str) -> dict[str, Values]:
-        """The rows of a step that succeeded."""
+        """Return the rows of a step that succeeded."""
         return {name: row for name, row in self.steps.get(step, {}).get("rows", {}).items() if "error" not in row}
 
     def add(self, step: str, title: str, row: str, found: Values) -> None:
@@ -95,7 +95,7 @@ class Results:
 
 
 def tried(row: Row, setting: Setting, left_s: float) -> Values:
-    """The result of a row, or its error, and the seconds that it took."""
+    """Return the result of a row, or its error, and the seconds that it took."""
     began = time.monotonic()
     found = outcome(row.do, left_s)
     gc.collect()
@@ -121,7 +121,7 @@ def outcome(do: Callable[[], Values], left_s: float = math.inf) -> Values:
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line of this project's code that an error passed."""
+    """Return the innermost line of this project's code that an error passed."""
     places, trace = [], error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
@@ -151,7 +151,7 @@ def ended_after(seconds: float) -> Iterator[None]:
 
 
 def in_json(value: Any) -> Any:  # noqa: ANN401
-    """A value as JSON holds it: numbers that are not finite become text."""
+    """Return a value as JSON holds it: numbers that are not finite become text."""
     if isinstance(value, Mapping):
         return {str(key): in_json(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -184,10 +184,10 @@ def _told(step: Step, rows: Values) -> Values:
 
 
 def ratio(value: float | None, other: float | None) -> str:
-    """The ratio of two numbers, or a dash where one is not known."""
+    """Return the ratio of two numbers, or a dash where one is not known."""
     return f"{value / other:.2f}" if value is not None and other else "-"
 
 
 def scaled(value: float | None, unit: float, form: str = ".2f") -> str:
-    """A number in a unit, or a dash where it is not known."""
+    """Return a number in a unit, or a dash where it is not known."""
     return "-" if value is None else f"{value / unit:{form}}"

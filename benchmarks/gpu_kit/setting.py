@@ -42,26 +42,26 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rehearsal(self) -> bool:
-        """Whether sizes are tiny and nothing that is found is a result."""
+        """Return whether sizes are tiny and nothing that is found is a result."""
         return self.device_type == "cpu"
 
     @property
     def tiny(self) -> bool:
-        """Whether sizes are tiny: the processor is slow, and a null device has the host's memory."""
+        """Return whether sizes are tiny: the processor is slow, and a null device has the host's memory."""
         return self.rehearsal or self.null
 
     @property
     def on_cuda(self) -> bool:
-        """Whether there is a CUDA device."""
+        """Return whether there is a CUDA device."""
         return self.device_type == "cuda"
 
     @property
     def slug(self) -> str:
-        """The device's name, fit for a file's name."""
+        """Return the device's name, fit for a file's name."""
         return slug_of({"what": REHEARSAL if self.rehearsal else "measured", "device": self.device})
 
     def size(self, full: Any, tiny: Any) -> Any:  # noqa: ANN401
-        """The one for a GPU, or the one for a rehearsal."""
+        """Return the one for a GPU, or the one for a rehearsal."""
         return tiny if self.tiny else full
 
     def cluster(self, devices: int) -> Cluster:
@@ -89,7 +89,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def setting_of_gpus(work: Path, carried: Path, null: bool = False) -> Setting:
-    """All devices of the first one's kind; BadInput where there is none."""
+    """Return all devices of the first one's kind; BadInput where there is none."""
     import torch
 
     remedy = "run it where there is one; --rehearse goes through every step on the processor"
@@ -126,25 +126,25 @@ def setting_of_rehearsal(work: Path, carried: Path) -> Setting:
 
 
 def slug_of(identity: Mapping[str, Any]) -> str:
-    """The name of the device of some results, fit for a file's name."""
+    """Return the name of the device of some results, fit for a file's name."""
     name = identity["device"] if identity["what"] == "measured" else identity["what"]
     return re.sub(r"[^a-z0-9]+", "-", str(name).lower()).strip("-")
 
 
 def today() -> str:
-    """The UTC day, as 2026-01-31."""
+    """Return the UTC day, as 2026-01-31."""
     return datetime.now(UTC).date().isoformat()
 
 
 def commit_of(carried: Path) -> str:
-    """The commit of this checkout, or the one that was noted before a copy of its files travelled."""
+    """Return the commit of this checkout, or the one that was noted before a copy of its files travelled."""
     noted = next((folder / "commit" for folder in (carried, carried.parent) if (folder / "commit").is_file()), None)
     here = commit_of_checkout()
     return here if here != _UNKNOWN or noted is None else noted.read_text(encoding="utf-8").strip()
 
 
 def commit_of_checkout() -> str:
-    """The commit of this checkout, `unknown` where there is none."""
+    """Return the commit of this checkout, `unknown` where there is none."""
     command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     try:
         asked = subprocess.run(command, capture_output=True, text=True, check=False)

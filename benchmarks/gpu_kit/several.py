@@ -104,7 +104,7 @@ def ranks_of(setting: Setting) -> int:
 
 
 def _plans(setting: Setting, ranks: int) -> dict[str, Plan]:
-    """Every plan in both formats."""
+    """Return every plan in both formats."""
     width, layers, vocabulary, length = setting.size((512, 8, 8192, 256), (32, 4, 61, 16))
     model = described(configuration("llama", width, layers, vocabulary, length), "several", length)
     # The processors' and GPUs' fast attention kernels know no float64.
@@ -117,13 +117,13 @@ def _plans(setting: Setting, ranks: int) -> dict[str, Plan]:
 
 
 def rows(setting: Setting, stack: ExitStack) -> list[Row]:
-    """A row for each plan, of one launch for all."""
+    """Return a row for each plan, of one launch for all."""
     launched = cache(lambda: launch_ranks(setting, "several", ranks_of(setting), setting.size(240, 600)))
     return [Row(name, partial(row_of, name, launched)) for name in _plans(setting, ranks_of(setting))]
 
 
 def row_of(name: str, launched: Callable[[], dict[str, Values]]) -> Values:
-    """A row of a launch; what failed in it fails here."""
+    """Return a row of a launch; what failed in it fails here."""
     found = launched()[name]
     if "error" in found:
         raise RuntimeError(found["error"])
@@ -173,7 +173,7 @@ def _trained(plan: Plan, world: World, groups: Groups) -> Values:
 
 
 def lines(rows: Mapping[str, Any]) -> list[str]:
-    """The table."""
+    """Return the table."""
     told = [
         [name, f"{row['difference']:.1e}", f"{row['last_step_s'] * 1000:.1f}", "yes" if row["well"] else "**no**"]
         for name, row in rows.items()

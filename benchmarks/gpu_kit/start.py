@@ -70,7 +70,7 @@ def settle_allocator() -> None:
 
 
 def rows(setting: Setting, stack: ExitStack) -> list[Row]:
-    """The rows; the last one begins to compile what S3 needs, beside S1."""
+    """Return the rows; the last one begins to compile what S3 needs, beside S1."""
     return [
         Row("versions", lambda: _versions(setting)),
         Row("expandable segments", lambda: _expandable()),

@@ -61,7 +61,7 @@ def launch_ranks(setting: Setting, module: str, ranks: int, limit_s: float, *, o
 
 
 def rank_command(module: str, job: Path, out: Path, one_device: bool = False) -> list[str]:
-    """The command of a rank."""
+    """Return the command of a rank."""
     place = "one" if one_device else "own"
     return [sys.executable, "-m", "gpu_kit.steps", module, str(job), str(out), place]
 

@@ -40,7 +40,7 @@ _AT_MOST_S = 240
 
 
 def rows(setting: Setting, stack: ExitStack) -> list[Row]:
-    """The rows."""
+    """Return the rows."""
     return [
         Row("in turns", partial(_in_turns, setting)),
         Row("resumed", partial(_resumed, setting)),

@@ -43,7 +43,7 @@ def plans(setting: Setting) -> dict[str, Plan]:
 
 
 def rows(setting: Setting, stack: ExitStack) -> list[Row]:
-    """A row for each plan, of one launch for all."""
+    """Return a row for each plan, of one launch for all."""
     launched = cache(lambda: launch_ranks(setting, "two_ranks", RANKS, setting.size(55, 300), one_device=True))
     return [Row(name, partial(row_of, name, launched)) for name in plans(setting)]
 
@@ -56,7 +56,7 @@ def of_rank(setting: Setting, world: World) -> dict[str, Values]:
 
 
 def lines(rows: Mapping[str, Any]) -> list[str]:
-    """The table."""
+    """Return the table."""
     told = [
         [name, f"{row['difference']:.1e}", "yes" if row["well"] else "**no**", f"{row['last_step_s'] * 1000:.0f}"]
         for name, row in rows.items()

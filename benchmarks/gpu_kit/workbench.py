@@ -29,7 +29,7 @@ MIXED = Precision(parameters="float32", compute="bfloat16", reduce="float32")
 
 
 def described(config: Mapping[str, Any], name: str, sequence_length: int) -> Model:
-    """The description of a configuration."""
+    """Return the description of a configuration."""
     return describe(family_named(config["model_type"], name), dict(config), name, sequence_length)
 
 
@@ -40,7 +40,7 @@ def plan_of(
     stages: tuple[PipelineStage, ...] | None = None,
     **fields: object,
 ) -> Plan:
-    """A plan that spreads every layer alike; over one pipeline stage, if no other stages are given."""
+    """Return a plan that spreads every layer alike; over one pipeline stage, if no other stages are given."""
     devices = strategy.tp_size * strategy.cp_size * strategy.dp_size
     own = {name: getattr(strategy, name) for name in Strategy.__struct_fields__}
     return Plan(
@@ -103,7 +103,7 @@ def batch_of(model: Model, samples: int, seed: int) -> Batch:
 
 
 def step_of(engine: Engine, batch: Batch, number: int = 1) -> Step:
-    """A step on a global batch, of which each rank takes its share."""
+    """Return a step on a global batch, of which each rank takes its share."""
     context = engine.stage.context
     return Step.of_batch(on_host(batch, context.device), context.share, number=number)
 
@@ -116,7 +116,7 @@ def any_kernel() -> AbstractContextManager[None]:
 
 
 def stock_of(engine: Engine, attention: str, dtype: torch.dtype = torch.float32, experts: str = "eager") -> nn.Module:
-    """The model of transformers with copies of the weights of an engine that has one rank.
+    """Return the model of transformers with copies of the weights of an engine that has one rank.
 
     `experts`: how transformers computes experts, where there are such.
     """
@@ -183,5 +183,5 @@ def memory_given_back(device: torch.device) -> Iterator[None]:
 
 
 def row_counts(counts: Tensor) -> Counts:
-    """The rows of each expert [experts], as products of experts take them."""
+    """Return the rows of each expert [experts], as products of experts take them."""
     return Counts(counts)

@@ -27,7 +27,7 @@ _CHANNELS = "shardwright_train.parallel.process_groups.edge_options"
 
 
 def lone_world(setting: Setting, stack: ExitStack) -> Callable[[], World]:
-    """A function that returns a world of this process, made at its first call and closed with the stack."""
+    """Return a function that returns a world of this process, made at its first call and closed with the stack."""
     return cache(lambda: stack.enter_context(_alone(setting)))
 
 
@@ -61,7 +61,7 @@ def fake_world(setting: Setting, rank: int, size: int) -> Iterator[World]:
 
 
 def device_of(setting: Setting) -> torch.device:
-    """The first device."""
+    """Return the first device."""
     if not setting.on_cuda:
         return torch.device("cpu")
     torch.cuda.set_device(0)

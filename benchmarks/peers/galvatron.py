@@ -34,7 +34,7 @@ class Ran(NamedTuple):
 
 
 def one_thread() -> dict[str, str]:
-    """The environment variables under which both sides run."""
+    """Return the environment variables under which both sides run."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
     return os.environ | dict.fromkeys(names, "1")
 
@@ -53,7 +53,7 @@ def run(command: list[str], log: Path, expected: tuple[int, ...] = (0,)) -> tupl
 
 
 def environment(work: Path) -> Path:
-    """The peer's Python, made once in the work folder: the sdist from the index, its C++ core built."""
+    """Return the peer's Python, made once in the work folder: the sdist from the index, its C++ core built."""
     python, ready = work / "venv/bin/python", work / "venv/ready"
     if not ready.exists():
         work.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def environment(work: Path) -> Path:
 
 
 def rekeyed_times(times: dict[str, Any], lengths: list[int]) -> dict[str, float]:
-    """A computation profile under the names that the reader looks for; milliseconds per layer and sample."""
+    """Return a computation profile under the names that the reader looks for; milliseconds per layer and sample."""
     found = {}
     for key, value in times.items():
         if not key.startswith("layertype_") or key == "layertype_0":
@@ -81,7 +81,7 @@ def rekeyed_times(times: dict[str, Any], lengths: list[int]) -> dict[str, float]
 
 
 def rekeyed_memory(memory: dict[str, Any], lengths: list[int], max_tp: int) -> dict[str, Any]:
-    """A memory profile with a level for the sequence length and every tensor-parallel degree; MiB."""
+    """Return a memory profile with a level for the sequence length and every tensor-parallel degree; MiB."""
     found = {}
     for key, table in memory.items():
         if not key.startswith(("layertype_", "other_memory_")):
@@ -110,7 +110,7 @@ def _listed(lengths: list[int]) -> str:
 
 
 def write_case(case: dict[str, Any], tables: Path, folder: Path) -> Path:
-    """A folder with the case and its profiles as the peer reads them."""
+    """Return a folder with the case and its profiles as the peer reads them."""
     folder.mkdir(parents=True, exist_ok=True)
     lengths = [layer["seq_len"] for layer in case["layers"]]
     source = tables / "galvatron/models" / case["family"] / "configs"
@@ -145,7 +145,7 @@ def search(python: Path, case: Path) -> dict[str, Any]:
 
 
 def price(python: Path, case: Path, plans: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The peer's step seconds and MiB of plans, given as its own configs, by name."""
+    """Return the peer's step seconds and MiB of plans, given as its own configs, by name."""
     given, priced = case.with_name("plans.json"), case.with_name("priced.json")
     given.write_text(json.dumps(plans, indent=1))
     command = [str(python), str(HERE / "galvatron_search.py"), "price", str(case), str(given), str(priced)]

@@ -22,7 +22,7 @@ DIFFERENCES = ("whole_collectives", "fixed_time")
 
 
 def time_model(shipped: type, mended: frozenset[str], num_types: int) -> type:
-    """The peer's time model of a layer, with what is mended in a layer's time."""
+    """Return the peer's time model of a layer, with what is mended in a layer's time."""
 
     class Mended(shipped):
         def estimate_computation_time(self) -> None:

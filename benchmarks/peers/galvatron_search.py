@@ -51,7 +51,7 @@ from galvatron.core.search_engine.dynamic_programming import DpOnModel  # noqa: 
 
 
 def engine_of(case: dict[str, Any]) -> peer.GalvatronSearchEngine:
-    """The peer's engine with the case's profiles read."""
+    """Return the peer's engine with the case's profiles read."""
     options = {
         "num_nodes": case["nodes"],
         "num_gpus_per_node": case["devices_per_node"],
@@ -87,7 +87,7 @@ def engine_of(case: dict[str, Any]) -> peer.GalvatronSearchEngine:
 
 
 def strategies_of(config: dict[str, Any], devices: int) -> list[list[Any]]:
-    """A config's layers as the peer's search spells them: [pp, tp, dp, {flags}]."""
+    """Return a config's layers as the peer's search spells them: [pp, tp, dp, {flags}]."""
     pp_size = config["pp_deg"]
     columns = [
         [int(text) for text in config[name].split(",")]
@@ -238,7 +238,7 @@ class Priced:
         return int(model.max_mem)
 
     def report(self) -> dict[str, Any]:
-        """All of it, as JSON; the names of what is mended are joined by blanks."""
+        """Return all of it, as JSON; the names of what is mended are joined by blanks."""
         every = mends.DEFECTS + mends.DIFFERENCES
         mended = [*((name,) for name in every), mends.DEFECTS, mends.DIFFERENCES, every]
         return {
@@ -252,7 +252,7 @@ class Priced:
 
 
 def search(case: dict[str, Any]) -> dict[str, Any]:
-    """The peer's best plan, as its own config, and what it believes of it."""
+    """Return the peer's best plan, as its own config, and what it believes of it."""
     engine, folder = engine_of(case), Path(case["folder"])
     for old in folder.glob("galvatron_config_*.json"):
         old.unlink()

@@ -109,7 +109,7 @@ def write_plans(options: PlansOptions) -> None:
 
 
 def _decision(plan: Plan) -> str:
-    """The hash of a plan without its name, so that cells with equal plans have the same."""
+    """Return the hash of a plan without its name, so that cells with equal plans have the same."""
     return msgspec.structs.replace(plan, name="plan").sha256
 
 
@@ -142,7 +142,7 @@ def _lack(path: Path, memory_gib: object) -> str | None:
 
 
 def _figures(path: Path, reason: str | None, times: dict[str, float]) -> dict[str, Any]:
-    """The figures of a cell's plan; without a plan, the reason why there is none."""
+    """Return the figures of a cell's plan; without a plan, the reason why there is none."""
     names = (
         "predicted_step_s", "samples_per_s", "predicted_memory_bytes", "gap", "measured_step_s", "pp_size",
         "num_microbatches", "layers", "plan_sha256", "reason",
@@ -167,13 +167,13 @@ def _published(path: Path | None) -> dict[str, Any]:
 
 
 def _typed(cells: pd.DataFrame) -> pd.DataFrame:
-    """The cells with numbers in all columns except texts; NaN if there is none, even in a whole column."""
+    """Return the cells with numbers in all columns except texts; NaN if there is none, even in a whole column."""
     numbers = cells.columns.difference(["global_batch_size", *_TEXTS])
     return cells.astype(dict.fromkeys(numbers, float))
 
 
 def grid_section(cells: pd.DataFrame) -> Section:
-    """A table of samples per second by space, with the full space's gain over the best other and published."""
+    """Return a table of samples per second by space, with the full space's gain over the best other and published."""
     is_measured = cells["measured_step_s"].notna().any()
     step_s = cells["measured_step_s" if is_measured else "predicted_step_s"]
     cells = cells.assign(speed=cells["global_batch_size"] / step_s)

@@ -47,7 +47,7 @@ class Comparison(NamedTuple):
 
     @property
     def measured_bytes(self) -> int | None:
-        """The peak memory of the fullest rank, in bytes."""
+        """Return the peak memory of the fullest rank, in bytes."""
         return None if self.measured is None else self.measured.peak_bytes
 
 
@@ -63,7 +63,7 @@ class SearchOutcome(NamedTuple):
 
     @property
     def chosen(self) -> Comparison:
-        """The plan that runs take, the predicted best."""
+        """Return the plan that runs take, the predicted best."""
         return self.comparisons[0]
 
 
@@ -123,14 +123,14 @@ def read_search(results: Path, name: str) -> SearchOutcome:
 
 
 def _correction(results: Path, name: str, measured: Set[str]) -> Correction | None:
-    """The correction learned from a search's plans; None if the file is for other plans, measured before."""
+    """Return the correction learned from a search's plans; None if the file is for other plans, measured before."""
     path = results / "corrections" / f"{name}.json"
     learned = read_document(path, Correction) if path.exists() else None
     return learned if learned is not None and measured >= set(learned.plans_sha256) else None
 
 
 def read_run(results: Path, name: str) -> RunOutcome:
-    """A finished run; raises BadInput if a file cannot be read."""
+    """Return a finished run; raises BadInput if a file cannot be read."""
     folder = results / "runs" / name
     result = read_document(folder / "DONE.json", RunResult)
     path = folder / "metrics.jsonl"
@@ -191,7 +191,7 @@ def evaluation_text(run: RunOutcome) -> str:
 
 
 def or_dash(text: Callable[[float], str], value: float | None) -> str:
-    """A value as text, or a dash if there is none."""
+    """Return a value as text, or a dash if there is none."""
     return "–" if value is None else text(value)
 
 

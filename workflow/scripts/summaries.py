@@ -27,7 +27,7 @@ _COLUMNS = (
 
 
 def answer(search: SearchOutcome) -> str:
-    """A card with a search's answer in a few lines."""
+    """Return a card with a search's answer in a few lines."""
     lines = "".join(f"<dt>{name}</dt><dd>{escape(words)}</dd>" for name, words in _lines(search, search.chosen))
     return f'<div class="answer"><b>{escape(search.name)}</b><dl>{lines}</dl></div>'
 

@@ -89,17 +89,17 @@ _SHARDED = "fully sharded data parallel"
 
 
 def nvidia(folder: Path) -> list[Run]:
-    """The runs in bfloat16 and FP8 that a plan with one strategy for all layers says, one of each plan and release."""
+    """Return the runs in bfloat16 and FP8 that a plan with one strategy for all layers says, one of each plan and release."""
     return _runs(folder, rows_of(folder, _COLUMNS))
 
 
 def bridge(folder: Path) -> list[Run]:
-    """The tuned runs of Megatron-Bridge's verification cards."""
+    """Return the tuned runs of Megatron-Bridge's verification cards."""
     return _runs(folder, _card_rows(folder))
 
 
 def mlperf(folder: Path) -> list[Run]:
-    """The runs of MLPerf training 5.1 and 6.0 whose plans are known, but for AMD's and those of low-rank matrices."""
+    """Return the runs of MLPerf training 5.1 and 6.0 whose plans are known, but for AMD's and those of low-rank matrices."""
     return _runs(folder, [*_v51_rows(folder), *_v60_rows(folder)])
 
 
@@ -235,7 +235,7 @@ def _obstacles(row: Row) -> Iterator[str]:
 
 
 def _layers(row: Row) -> int:
-    """The layers of a row, those of the whole model if it names none, with that of multi-token prediction."""
+    """Return the layers of a row, those of the whole model if it names none, with that of multi-token prediction."""
     config = _config(row["model"])
     whole = int(row["layers"] or next(config[key] for key in _LAYERS_KEYS if key in config))
     skips = "w/o MTP" in row["note"] or "nchmarking" in row["source"]
@@ -287,7 +287,7 @@ def _run(folder: Path, row: Row, habits: tuple[tuple[str, Any], ...]) -> Run:
 
 
 def _set_of(row: Row) -> str:
-    """The set that a row is scored in: Grok-1, half of the older rows with experts, is beside the others."""
+    """Return the set that a row is scored in: Grok-1, half of the older rows with experts, is beside the others."""
     source = next((name for name, mark in _MARKS.items() if mark in row["source"]), "nvidia")
     precision = {"bfloat16": "BF16", "fp8": "FP8", "nvfp4": "NVFP4"}[_COMPUTE[row["precision"]]]
     if row["model"] == "grok1-314b":
@@ -331,7 +331,7 @@ _HYBRID_FROM = 2511
 
 
 def release_of(row: Mapping[str, str]) -> int:
-    """The release of a row as a number, such as 2606: its container's, else that of its tag; 2407 if it names none."""
+    """Return the release of a row as a number, such as 2606: its container's, else that of its tag; 2407 if it names none."""
     found = re.search(r"container (\d\d)\.(\d\d)", row["note"]) or re.match(r"v(\d\d)\.(\d\d)", row["tag"])
     return int(found[1]) * 100 + int(found[2]) if found else 2407
 
@@ -365,7 +365,7 @@ def _made(dispatcher: Dispatcher, *, overlapped: bool, graphs: Graphs, fused: bo
 
 
 def _stated(row: Mapping[str, str]) -> tuple[Dispatcher | None, bool]:
-    """The dispatcher that a row's notes name, and whether its messages overlap; None if they print no configuration.
+    """Return the dispatcher that a row's notes name, and whether its messages overlap; None if they print no configuration.
 
     On H100 `deepep` is the backend's name, which does not switch the flexible dispatcher on (known limitations of
     Megatron-Bridge's skills).
@@ -378,7 +378,7 @@ def _stated(row: Mapping[str, str]) -> tuple[Dispatcher | None, bool]:
 
 
 def _has_graphs(model: str, gpu: str) -> bool:
-    """Whether its default configurations capture attention and the router (cuda_graph_scope of v0.3 to v0.5)."""
+    """Return whether its default configurations capture attention and the router (cuda_graph_scope of v0.3 to v0.5)."""
     return {
         "qwen3-30b-a3b": gpu != "H100",
         "qwen3-235b-a22b": gpu in ("GB200", "GB300"),

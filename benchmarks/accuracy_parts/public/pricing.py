@@ -74,7 +74,7 @@ class Unpriced(NamedTuple):
 
 
 def priced(runs: Sequence[Run], factors: Factors) -> Iterator[Priced | Unpriced]:
-    """Every run, sorted so that those of one model and machine follow one another."""
+    """Yield every run, sorted so that those of one model and machine follow one another."""
     table = read_devices()
     for _, own in groupby(sorted(runs, key=_setting), key=_setting):
         yield from _of_one_setting(list(own), table, factors)
@@ -201,7 +201,7 @@ def _plan(run: Run, model: Model, cluster: Cluster) -> Plan:
 
 
 def _with_experts(layer: LayerStrategy, run: Run, model: Model) -> LayerStrategy:
-    """The strategy of a layer with its experts shared out as the run does, where it has some."""
+    """Return the strategy of a layer with its experts shared out as the run does, where it has some."""
     grid = run.ep_size, run.etp_size
     if model.types[layer.type].experts is UNSET or grid == (1, run.tp_size):
         return layer
@@ -241,5 +241,5 @@ RUNTIMES = {
 
 
 def runtime_of(run: Run) -> Runtime:
-    """The runtime of a run, without what the run leaves uncounted."""
+    """Return the runtime of a run, without what the run leaves uncounted."""
     return replace(RUNTIMES[run.runtime], **{name: getattr(SHARDWRIGHT, name) for name in run.uncounted})

@@ -39,7 +39,7 @@ class Group(NamedTuple):
 
 
 def compared(runs: Sequence[Run], calibrate: bool) -> tuple[list[Priced], list[Unpriced], Factors]:
-    """The runs priced; with `calibrate` those on more devices than the ones that both factors are learned from.
+    """Return the runs priced; with `calibrate` those on more devices than the ones that both factors are learned from.
 
     The factors are medians of measured over predicted, of step times for forward and backward passes alike; that of
     memory at most what lets each of these runs fit.
@@ -72,7 +72,7 @@ def tables(found: Sequence[Priced]) -> dict[str, Any]:
 
 
 def contradicted(runs: Iterable[Run]) -> list[Run]:
-    """The measured runs that took over 1.5 times the GPU time of a twin on as many or more GPUs.
+    """Return the measured runs that took over 1.5 times the GPU time of a twin on as many or more GPUs.
 
     Twins differ in data parallelism alone, its ranks or its kind. With more ranks it costs GPU time, and the bubble of
     the pipeline grows, so that fewer take no more.
@@ -97,7 +97,7 @@ def contradicted(runs: Iterable[Run]) -> list[Run]:
 
 
 def far_off(found: Iterable[Priced]) -> dict[str, list[str]]:
-    """The runs whose times are over 40 % off, by what is known of them."""
+    """Return the runs whose times are over 40 % off, by what is known of them."""
     ran = [one for one in found if one.run.measured_s]
     of_twins = contradicted(one.run for one in ran)
     named: dict[str, list[str]] = {}
@@ -117,7 +117,7 @@ def far_off(found: Iterable[Priced]) -> dict[str, list[str]]:
 
 
 def _outdone_by(run: Run, other: Run) -> bool:
-    """Whether a step took longer than another one, in spite of more ranks or larger micro-batches, beyond repeats.
+    """Return whether a step took longer than another one, in spite of more ranks or larger micro-batches, beyond repeats.
 
     The plans are the same otherwise. With fewer micro-batches a pipeline waits a larger share of the step.
     """

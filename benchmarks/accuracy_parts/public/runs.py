@@ -102,7 +102,7 @@ class Run(NamedTuple):
 
 
 def rows_of(folder: Path, columns: Sequence[str], name: str = "runs.csv") -> Iterator[dict[str, str]]:
-    """The rows of a set's file; BadInput where it or a column is absent."""
+    """Yield the rows of a set's file; BadInput where it or a column is absent."""
     path = folder / name
     if not path.is_file():
         raise BadInput(path, "is absent", "give the folder of the published runs with --reference")
@@ -114,7 +114,7 @@ def rows_of(folder: Path, columns: Sequence[str], name: str = "runs.csv") -> Ite
 
 
 def known(folder: Path, row: Mapping[str, str], column: str, words: Collection[str]) -> str:
-    """A row's word, which is one of some; BadInput where it is another."""
+    """Return a row's word, which is one of some; BadInput where it is another."""
     if (word := row[column]) not in words:
         raise BadInput(folder / "runs.csv", f"{column} {word!r} is not known", f"use {', '.join(words)}")
     return word

@@ -29,7 +29,7 @@ _RECOMPUTE = {"selective": Recompute.SELECTIVE, "full": Recompute.FULL, "none": 
 
 
 def torchtitan(folder: Path) -> list[Run]:
-    """The runs in bf16 on H100 without pipeline, context parallelism and async TP, which no uniform plan says."""
+    """Return the runs in bf16 on H100 without pipeline, context parallelism and async TP, which no uniform plan says."""
     columns = ("model", "gpu", "gpus", "tp", "pp", "cp", "local_batch", "activation_checkpointing")
     columns += ("precision", "torch_compile", "async_tp", "seq_len", "step_time_s", "peak_memory_gib")
     presets, found = read_presets(), []
@@ -65,7 +65,7 @@ def torchtitan(folder: Path) -> list[Run]:
 
 
 def llm_foundry(folder: Path) -> list[Run]:
-    """The runs in bf16 on up to 128 devices."""
+    """Return the runs in bf16 on up to 128 devices."""
     columns = ("model", "hidden", "heads", "ffn", "seq_len", "gpus", "gpu", "precision", "sharding")
     columns += ("micro_batch", "grad_acc", "activation_checkpointing", "activation_cpu_offload", "step_time_s")
     found = []
@@ -133,7 +133,7 @@ _JEAN_ZAY = Machine("A100-80", ((10_000, 400.0),), counts_process=True)
 
 
 def bloom(folder: Path) -> list[Run]:
-    """The runs whose layers are known and whose numbers are not marked as doubtful."""
+    """Return the runs whose layers are known and whose numbers are not marked as doubtful."""
     return [run for row in rows_of(folder, _BLOOM_COLUMNS) if (run := _bloom_run(row)) is not None]
 
 
@@ -209,7 +209,7 @@ _EVERYWHERE = 10_000
 
 
 def playbook(folder: Path) -> list[Run]:
-    """Every run of the sets' global batch on up to 128 devices."""
+    """Return every run of the sets' global batch on up to 128 devices."""
     machine = _machine(folder)
     return [
         _run(row, machine)
@@ -268,7 +268,7 @@ def _cuts(number: dict[str, int], pp_size: int) -> tuple[int, ...]:
 
 
 def _machine(folder: Path) -> Machine:
-    """The cluster, by its own times of collectives: one latency of a step between nodes, and a rate of each.
+    """Return the cluster, by its own times of collectives: one latency of a step between nodes, and a rate of each.
 
     They are the least squares of the relative errors over as many nodes as the runs have. A rate by the number of
     nodes, which these times give as well, holds the steps of a ring of all GPUs; tensor or data parallelism has

@@ -161,7 +161,7 @@ Written by `python benchmarks/accuracy.py public --reference FOLDER` from [its J
 
 
 def page_text(sets: Sequence[Mapping[str, Any]]) -> str:
-    """The page of uncalibrated sets with several runs, and the notes on how runs are read and on misses."""
+    """Return the page of uncalibrated sets with several runs, and the notes on how runs are read and on misses."""
     shown = (one for one in sets if one.get("how") == "uncalibrated" and one["time"] and one["time"]["runs"] > 1)
     return "".join((_HEAD, *map(_page_row, shown), "\n", _NOTES.read_text(encoding="utf-8")))
 
