@@ -36,12 +36,12 @@ class Reference:
 
     @property
     def requirement(self) -> str:
-        """Return the distribution whose sources have Galvatron's tables."""
+        """Return the requirement, such as `name==version`, of the package whose sources contain Galvatron's tables."""
         return str(self.galvatron["requirement"])
 
     @property
     def sha256(self) -> str:
-        """Return the SHA-256 of the sources."""
+        """Return the SHA-256 of that package's source archive."""
         return str(self.galvatron["sha256"])
 
     def configs(self) -> list[str]:
@@ -49,11 +49,11 @@ class Reference:
         return [f"{_FOLDER}/models/{name}/config.json" for name in self._described]
 
     def config_json(self, name: str) -> str:
-        """Return the Hugging Face configuration of a model: its preset's, with the differing keys."""
+        """Return the Hugging Face configuration of a model as JSON: its preset's, with the keys that differ."""
         return self._config(self._described[name])
 
     def lines(self, batch: str) -> list[str]:
-        """Return the commands of the batch `describe` or `import`."""
+        """Return the commands of a batch, one per line; `batch`: `describe` or `import`."""
         return self.describe_lines() if batch == "describe" else self.import_lines()
 
     def described(self) -> list[str]:
