@@ -213,7 +213,7 @@ class GalvatronHardwareOptions(ImportOptions, frozen=True, kw_only=True):
     cluster: Name
     """Name of the cluster in all later files."""
     allreduce: tuple[Path, ...] = ()
-    """allreduce_bandwidth_*.json, in GB/s (1e9); may be repeated; the first file that has a figure counts."""
+    """allreduce_bandwidth_*.json, in GB/s (1e9); may be repeated; a figure's first file counts."""
     p2p: tuple[Path, ...] = ()
     """p2p_bandwidth_*.json, in GB/s (1e9); may be repeated."""
     sp_time: tuple[Path, ...] = ()
