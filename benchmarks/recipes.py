@@ -105,7 +105,7 @@ class Row(NamedTuple):
 
     @property
     def is_miss(self) -> bool:
-        """Return whether the plan is not priced, is predicted not to fit a GPU, or its time is off by more than `MISS`."""
+        """Return whether the plan is not priced, is predicted not to fit, or its time is off by more than `MISS`."""
         if self.theirs is None or self.theirs.gib > self.theirs.device_gib:
             return True
         return abs(self.theirs.step_s / self.published_s - 1) > MISS

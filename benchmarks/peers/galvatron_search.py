@@ -217,7 +217,7 @@ class Priced:
         return found
 
     def _saved_mib(self, costs: list[dict[str, Any]], indices: range) -> float:
-        """Return the MiB saved with one microbatch, as gradients are made when activations are freed; the peer adds both."""
+        """Return the MiB saved with one microbatch: gradients are made as activations are freed; the peer adds both."""
         shards = [self.strategies[i][2] for i in indices]
         gradients = [layer["parameter"] / shard for layer, shard in zip(costs, shards, strict=True)]
         activations = [layer["activation"] for layer in costs]

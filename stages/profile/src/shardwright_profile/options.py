@@ -213,7 +213,7 @@ class GalvatronHardwareOptions(ImportOptions, frozen=True, kw_only=True):
     cluster: Name
     """Name of the cluster in all later files."""
     allreduce: tuple[Path, ...] = ()
-    """allreduce_bandwidth_*.json, in GB/s (1e9); may be repeated; a figure's first file counts."""
+    """allreduce_bandwidth_*.json, in GB/s (1e9); may be repeated; the first file with a figure counts."""
     p2p: tuple[Path, ...] = ()
     """p2p_bandwidth_*.json, in GB/s (1e9); may be repeated."""
     sp_time: tuple[Path, ...] = ()
@@ -223,7 +223,7 @@ class GalvatronHardwareOptions(ImportOptions, frozen=True, kw_only=True):
 
 
 class FasopOptions(ImportModelOptions, frozen=True, kw_only=True):
-    """Import the layer times of FASOP: one forward time per kind of layer, at micro-batch size 1 and tp_size 1, 2, 4."""
+    """Import the layer times of FASOP: one forward time per kind of layer, at micro-batch size 1, tp_size 1, 2, 4."""
 
     times: Path
     """Layer times, CSV, in s: config/reference/fasop-layer-times.csv."""
