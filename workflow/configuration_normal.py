@@ -23,7 +23,7 @@ UNORDERED = frozenset(
     "global_batch_size log_to memory_gib micro_batch_sizes num_microbatches offload optimizer pp_sizes recompute "
     "schedules sequence_lengths sequence_parallel shard_sizes stage_widths tp_consecutive tp_sizes".split()
 )
-"""Keys of lists and mappings whose order has no meaning; that of others has one, such as pictures on a page."""
+"""Keys of lists and mappings whose order has no meaning. In other lists it has one, such as pictures on a page."""
 _EXACT = 2**53
 """Bound below which each whole number is represented exactly both as an integer and as a float."""
 

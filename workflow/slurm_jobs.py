@@ -190,6 +190,6 @@ def _predicted_step_s(file: Path, plan: Plan, prediction: Path) -> float:
 
 
 def is_array(rule: str, executor_settings: object) -> bool:
-    """Return whether an executor submits the jobs of a rule as a Slurm array; those of other systems do not."""
+    """Return whether an executor submits the jobs of a rule as a Slurm array; only executors for Slurm do."""
     asked = getattr(executor_settings, "array_jobs", None) or ""
     return not {rule, "all"}.isdisjoint(re.split("[,; ]+", asked))

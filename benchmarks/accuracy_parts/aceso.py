@@ -50,7 +50,7 @@ def compared(folder: Path) -> Iterator[Compared]:
 
 
 def estimated_350m() -> Estimate:
-    """Yield time and memory of GPT 350M on a V100 of 32 GB, estimated from shapes and the table of devices."""
+    """Return time and memory of GPT 350M on a V100 of 32 GB, estimated from shapes and the table of devices."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         node = {"device": "Tesla V100-SXM2-32GB", "devices_per_node": 1, "memory_bytes": 32 * 2**30}

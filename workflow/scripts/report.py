@@ -213,7 +213,7 @@ def _plans_table(comparisons: Iterable[Comparison]) -> str:
 
 
 def _ranks_table(comparisons: Iterable[Comparison]) -> str:
-    """Return a table of every measured rank; its predicted memory is that of its stage. Both include the process."""
+    """Return a table of every measured rank, with the predicted memory of its stage; both include the process."""
     rows = []
     for each in comparisons:
         for rank in () if each.measured is None else each.measured.ranks:

@@ -159,7 +159,7 @@ class _Timer:
 
     @cached_property
     def _computations(self) -> list[_Computation]:
-        """Matrix products of growing sizes; the largest of which 8 fit into the collective's time is used."""
+        """Return matrix products of growing sizes; used is the largest of which 8 fit into the collective's time."""
         made, device = [], self._session.stopwatch.device
         for side in _SIDES[device.type]:
             factor = random_numbers(side, side, dtype=_DTYPES[device.type], device=device)

@@ -245,7 +245,7 @@ def _notes(request: FasopRequest, by_type: Mapping[int, Mapping[str, Sourced]]) 
 
 
 def read_fasop(file: Path, kind: type[_Figures]) -> _Figures:
-    """FASOP's constants or growth factors; raises BadInput if the file cannot be right."""
+    """Return FASOP's constants or growth factors from a file; raise BadInput if the file is not valid."""
     try:
         return msgspec.convert(read_object(file, _MAX_BYTES), kind, str_keys=True)
     except msgspec.ValidationError as error:
