@@ -167,7 +167,7 @@ class Workflow:
         return [f"results/profiles/{search.model}@{node_type}.h5" for node_type in node_types]
 
     def copied_from(self, run: str) -> str | None:
-        """Return the folder whose tokenizer a run's model gets: the weights' folder, else the data's folder; or None."""
+        """Return the folder whose tokenizer a run's model gets: the weights' folder, else its data's, or None."""
         entry = self.settings.runs[run]
         if entry.weights is not None:
             return located(self.folder, str(entry.weights))
