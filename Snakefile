@@ -4,5 +4,5 @@
 include: "workflow/Snakefile"
 
 
-# An included file has no say in it.
+# An included file cannot set this.
 workflow.default_target = "all"

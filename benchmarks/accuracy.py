@@ -7,8 +7,8 @@
     python benchmarks/accuracy.py own --measurement M.json --hardware H.h5 --profile P.h5
 
 `own` draws plans on two processes from the whole space, predicts them, and measures them with the searched one.
-`public`, `sailor` and `aceso` read what others measured, which is no part of this repository: --reference says where it
-is.
+`public`, `sailor` and `aceso` read what others measured, which is not part of this repository: --reference is its
+folder.
 Errors are |predicted / measured - 1|. docs/accuracy.md says which constants are fitted, and to which of these runs.
 """
 
@@ -30,7 +30,7 @@ PARTS = ("own", "sailor", "aceso", "public")
 
 
 def main() -> None:
-    """Compare, print and keep what was asked for."""
+    """Make, print and write the comparisons that the arguments ask for."""
     asked = _arguments()
     with one_line_errors():
         if "own" in asked.parts:
@@ -92,7 +92,7 @@ def _write(path: Path, sets: list[dict[str, Any]], **more: object) -> None:
 
 
 def _reference(asked: argparse.Namespace, name: str) -> Path:
-    """The folder of a set that others measured; BadInput where it is not given or absent."""
+    """Return the folder of a set that others measured; raise BadInput if it is not given or does not exist."""
     if asked.reference is None:
         raise BadInput("--reference", f"{name} is no part of this repository", f"give the folder that {name} lies in")
     if not (folder := asked.reference / name).is_dir():

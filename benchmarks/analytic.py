@@ -1,17 +1,17 @@
-"""How far analytic profiles are from layer and message times that others measured.
+"""Errors of analytic profiles compared with layer and message times that others measured.
 
     python benchmarks/analytic.py [--reference ../shared/reference] [--rows] [--out FILE.json]
 
-The measured numbers are not part of this repository; each set is left out where its folder is absent:
+The measured numbers are not part of this repository; a set is left out if its folder does not exist:
 
 - FASOP (layer_forward_times.csv): forward passes of GPT-2 XL, BERT and T5 layers on A100 and A10, 16 bit, one sample.
 - Sailor (profiles_tmp.json): forward and backward passes of OPT-350 and GPT-Neo-2.7 layers at sequence length 2048 on
-  V100, A100 and GH200 in float32. Layers on A100 and GH200 are faster than float32 units can be, so that TF32 is taken
-  for them. LLAMA-3-8 and OPT-30 are left out: their sequence length is not said.
+  V100, A100 and GH200 in float32. Layers on A100 and GH200 are faster than float32 units can be, so TF32 is assumed for
+  them. LLAMA-3-8 and OPT-30 are left out, because their sequence length is not stated.
 - vTrain (allreduce/): NCCL all_reduce on one node of A100 or V100, 1 MiB to 1 GiB.
 
-The attention scores of FASOP and Sailor are taken to be kept (the Megatron of their time). Errors are
-|estimate / measured - 1|; the default efficiencies are used as they are.
+FASOP's and Sailor's runs are assumed to keep attention scores, as Megatron did then. Errors are
+|estimate / measured - 1|; the default efficiencies are used.
 """
 
 import argparse
@@ -70,22 +70,22 @@ VTRAIN_DEVICES = {"a100": "A100-40", "v100": "V100-16"}
 
 
 class Compared(NamedTuple):
-    """One measured time and the estimate of it."""
+    """A measured time and its estimate."""
 
     set: str
-    """What the errors of are put together."""
+    """Name of the set within which errors are aggregated."""
     what: str
     measured_s: float
     estimated_s: float
 
     @property
     def error(self) -> float:
-        """How far the estimate is, relative to the measured time."""
+        """Return the absolute error of the estimate, relative to the measured time."""
         return abs(self.estimated_s / self.measured_s - 1)
 
 
 def fasop(folder: Path) -> Iterator[Compared]:
-    """Layers, and embeddings and heads as a set of their own."""
+    """Yield FASOP's layers, and its embeddings and heads as a separate set."""
     with (folder / "layer_forward_times.csv").open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
             family, length, config = FASOP_MODELS[row["model"]]
@@ -99,7 +99,7 @@ def fasop(folder: Path) -> Iterator[Compared]:
 
 
 def sailor(folder: Path) -> Iterator[Compared]:
-    """The second block of each profile, forward and backward apart; the first one's has more in it."""
+    """Yield the second block of each profile, forward and backward separately; the first block's time includes more."""
     profiles = json.loads((folder / "profiles_tmp.json").read_text(encoding="utf-8"))
     for name, device in ((m, d) for m in SAILOR_MODELS for d in SAILOR_DEVICES if d in profiles[m]):
         model = described("gpt2", SAILOR_LENGTH, SAILOR_MODELS[name])
@@ -115,7 +115,7 @@ def sailor(folder: Path) -> Iterator[Compared]:
 
 
 def vtrain(folder: Path) -> Iterator[Compared]:
-    """Sizes of powers of two, the second of the two times of a row."""
+    """Yield the sizes that are powers of two, with the second of the two times of a row."""
     for path in sorted((folder / "allreduce").glob("*_LUT.csv")):
         device, group_size = path.name.split("_")[0], int(path.name.split("GPU")[1].split("_")[0])
         link = machine(VTRAIN_DEVICES[device], "float16").link
@@ -130,12 +130,12 @@ def vtrain(folder: Path) -> Iterator[Compared]:
 
 
 def described(family: str, length: int, config: dict[str, Any]) -> Model:
-    """A description of the model with one layer of each kind."""
+    """Return the description of a model of a family, from its configuration."""
     return describe(family_named(family, "benchmark"), {"model_type": family, **config}, "benchmark", length)
 
 
 def machine(device: str, compute: str) -> Machine:
-    """What a device of the table reaches with the default efficiencies."""
+    """Return the rates that a device of the table reaches with the default efficiencies."""
     return machine_of(rates_of(read_devices(), device), compute, Efficiencies())
 
 
@@ -147,14 +147,14 @@ def estimate(
     here: Machine,
     stored: Any,  # noqa: ANN401
 ) -> LayerFigures[float]:
-    """One layer with tensor parallelism alone, the attention scores kept."""
+    """Return the estimate of one layer with only tensor parallelism, if attention scores are kept."""
     strategy = LayerStrategy(type=type_name, tp_size=tp_size, dp_size=1)
     precision = Precision(parameters=stored, compute=stored, reduce=stored)
     return estimate_layer(model, type_name, strategy, samples, precision, Attention.EAGER, here)
 
 
 def summary(rows: Iterable[Compared]) -> list[dict[str, Any]]:
-    """Number, median error, worst error and median of estimate over measured, of each set."""
+    """Return for each set its number of points, median and worst error, and the median of estimate over measured."""
     found = []
     for name, group in groupby(sorted(rows), key=lambda row: row.set):
         errors = list(group)
@@ -171,7 +171,7 @@ def summary(rows: Iterable[Compared]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Compare and print."""
+    """Print the errors, and write them if asked to."""
     parser = argparse.ArgumentParser(description="Hold analytic profiles against measured times.")
     reference = Path(__file__).resolve().parents[2] / "shared" / "reference"
     parser.add_argument("--reference", type=Path, default=reference, help="folder of the measured sets")

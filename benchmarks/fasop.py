@@ -1,11 +1,11 @@
-"""FASOP's fastest plans beside ours in its own space, both priced by our cost model.
+"""FASOP's fastest plans compared with ours in its own search space, both priced by our cost model.
 
     snakemake --cores 2 reference                  # once: FASOP's published layer times and links, as profiles
     python benchmarks/fasop.py --reference FOLDER [--write]
 
-The folder has the tables that FASOP's commit 93cb38b writes; it is not part of this repository. Of each table the
-fastest plan that fits by FASOP's own flag is priced. FASOP counts embedding and head, and T5's embedding of the
-decoder, as layers of a stage.
+The folder has the tables that FASOP's commit 93cb38b writes; it is not part of this repository. From each table, the
+fastest plan that fits according to FASOP's own flag is priced. FASOP counts embedding and head, and T5's embedding of
+the decoder, as layers of a stage.
 """
 
 import argparse
@@ -35,11 +35,11 @@ from shardwright_search.space.uniform import UniformStrategy, plan_of_uniform
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "benchmarks/results/fasop-plans.md"
 MODELS = {"gpt2XL": ("gpt2XL-1024", 64), "gpt2": ("gpt2XL-1024", 64), "bert": ("bert-512", 256), "T5": ("T5-512", 128)}
-"""File and batch of each model, by the first word of a table's name."""
+"""File and global batch size of each model, by the first word of a table's name."""
 TABLES = {"bert": 0.4, "bert_het": 1.5, "gpt2": 1.1, "gpt2_het": 10, "T5": 9, "T5_het": 66, "gpt2XL_pareto_n4": 32}
 """Seconds that FASOP's search took for each table on a machine of two virtual cores."""
 MEMORY_GIB = {"A100": 39.59, "A10": 22.2}
-"""What FASOP takes as the limit of each device."""
+"""Memory limit of each device in FASOP."""
 SEARCH = {
     "name": "fasop",
     "space": "fasop",
@@ -51,7 +51,7 @@ SEARCH = {
 
 
 class Row(NamedTuple):
-    """A plan of FASOP's tables."""
+    """A plan in one of FASOP's tables."""
 
     micro_batch_size: int
     tp_size: int
@@ -59,7 +59,7 @@ class Row(NamedTuple):
     nodes: tuple[str, ...]
     """Device of each node, in the order of the pipeline."""
     layers: tuple[int, ...]
-    """Layers of each stage, as FASOP counts."""
+    """Number of layers of each stage, as FASOP counts them."""
     stated_s: float
 
 
@@ -94,7 +94,7 @@ def page(reference: Path, profiles: Path) -> Iterator[str]:
 
 
 def read_row(file: Path) -> Row:
-    """Return the fastest plan of a table that fits."""
+    """Return the fastest plan that fits, from a table, which is sorted by time."""
     if not file.is_file():
         raise BadInput(file, "does not exist", "give the folder of FASOP's tables with --reference")
     with file.open(encoding="utf-8") as lines:
@@ -132,7 +132,7 @@ def _searched(batch: int, model: Model, cluster: Cluster, profiles: Profiles) ->
 
 
 def cluster_of(row: Row, devices_per_node: int) -> Cluster:
-    """Return the cluster of a plan's nodes, the types in alphabetical order."""
+    """Return the cluster of a plan's nodes, with node types in alphabetical order."""
     names = sorted(set(row.nodes))
     types = {
         name: {"device": name, "devices_per_node": devices_per_node, "memory_bytes": int(MEMORY_GIB[name] * GIB)}
@@ -151,10 +151,10 @@ def profiles_of(row: Row, folder: Path, model: str, table: str) -> Profiles:
 
 
 def plan_of(row: Row, ours: Plan) -> Plan:
-    """Return FASOP's plan, with the model, cluster, batch and formats of ours."""
+    """Return FASOP's plan, with the model, cluster, batch size and number formats of our plan."""
     micro_batches = ours.global_batch_size // (row.dp_size * row.micro_batch_size)
     ends = [sum(row.layers[:i]) for i in range(len(row.layers) + 1)]
-    # T5's decoder has an embedding, which is no layer of ours.
+    # T5's decoder has an embedding, which is not a layer of our model.
     outside = (0, len(ours.layers) // 2 + 1) if ours.model.family == "t5" else (0,)
     inner = [min(end - sum(place < end for place in outside), len(ours.layers)) for end in ends]
     layer = LayerStrategy(type=ours.layers[0].type, tp_size=row.tp_size, dp_size=row.dp_size)
@@ -167,7 +167,7 @@ def plan_of(row: Row, ours: Plan) -> Plan:
 
 
 def _placed(nodes: tuple[str, ...], cluster: Cluster) -> Mapping[int, int]:
-    """Return the rank in our cluster of each rank of a pipeline over FASOP's order of nodes."""
+    """Return the rank in our cluster by rank in a pipeline that uses FASOP's order of nodes."""
     (size,) = {kind.devices_per_node for kind in cluster.node_types.values()}
     order = sorted(range(len(nodes)), key=lambda node: nodes[node])
     return {node * size + i: place * size + i for place, node in enumerate(order) for i in range(size)}

@@ -1,4 +1,4 @@
-"""What all benchmarks use: the project's own commands, the documents that they read, and one format of tables."""
+"""Helpers of all benchmarks: running the project's commands, writing the documents that they read, and tables."""
 
 import json
 import os
@@ -12,15 +12,15 @@ _ORDERLY_END_S = 30.0
 
 
 def run(*command: object, threads: int | None = 1, timeout_s: float | None = None) -> None:
-    """Run a command of this environment; what it says goes to standard error. SystemExit if it fails.
+    """Run a command of this environment, with its output on standard error; raise SystemExit if it fails.
 
-    `threads` are those of a process, None leaves them to it.
+    `threads`: number of threads of a process; None: the process decides.
     """
     words = [str(word) for word in command]
     environment = os.environ | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     print("$", *words, file=sys.stderr, flush=True)
-    # In a session of its own, so that all it has started can be ended together.
+    # In its own session, so that it can be ended together with all processes that it has started.
     started = subprocess.Popen(words, env=environment, stdout=sys.stderr, start_new_session=True)
     try:
         code = started.wait(timeout_s)
@@ -34,7 +34,7 @@ def run(*command: object, threads: int | None = 1, timeout_s: float | None = Non
 
 
 def made(out: Path, *command: object) -> Path:
-    """Run a command of this environment that writes a file, unless the file is there; return the file."""
+    """Run a command of this environment that writes a file, unless the file exists; return its path."""
     if not out.exists():
         run(*command, "--out", out)
     return out
@@ -49,7 +49,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def write_json(path: Path, kind: str | None, **content: object) -> Path:
-    """Write a JSON file, headed by its format if it has one."""
+    """Write a JSON file, with its format and version first if it has a format; return its path."""
     head = {} if kind is None else {"format": f"shardwright.{kind}", "version": 1}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(head | content, indent=1) + "\n", encoding="utf-8")
@@ -57,9 +57,9 @@ def write_json(path: Path, kind: str | None, **content: object) -> Path:
 
 
 def table(columns: str, rows: Iterable[Iterable[object]]) -> Iterator[str]:
-    """Yield the lines of a table in Markdown, each as soon as its row is there.
+    """Yield the lines of a Markdown table, each as soon as its row is known.
 
-    Columns are separated by bars; a column of numbers, whose name ends in a colon here, is aligned at the right.
+    `columns`: their names, separated by bars. A column whose name ends in a colon has numbers, aligned at the right.
     """
     names = columns.split("|")
     yield table_line(name.removesuffix(":") for name in names)
@@ -68,5 +68,5 @@ def table(columns: str, rows: Iterable[Iterable[object]]) -> Iterator[str]:
 
 
 def table_line(cells: Iterable[object]) -> str:
-    """A row of a table."""
+    """Return the line of a row of a Markdown table."""
     return f"| {' | '.join(map(str, cells))} |"

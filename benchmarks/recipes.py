@@ -1,11 +1,11 @@
-"""Published recipes beside our answers: benchmarks/results/recipes.json and recipes.md.
+"""Published recipes compared with our answers: benchmarks/results/recipes.json and recipes.md.
 
     python benchmarks/recipes.py                      # all of them: about 2 minutes of one core
-    python benchmarks/recipes.py --page               # writes the page anew from recipes.json, after a change of words
-    python benchmarks/recipes.py --only torchtitan    # prints those whose name or author has the word, writes nothing
+    python benchmarks/recipes.py --page               # writes the page again from recipes.json, if its text changed
+    python benchmarks/recipes.py --only torchtitan    # prints those with the word in name or author, writes nothing
 
 A recipe of benchmarks/recipes/recipes.yaml is a question of `shardwright advise`, a plan that was run, and its speed.
-No GPU takes part. docs/recipes.md says to which of them rates are fitted.
+No GPU is used. docs/recipes.md says to which of them rates are fitted.
 """
 
 import argparse
@@ -40,20 +40,20 @@ RESULTS = ROOT / "benchmarks" / "results" / "recipes.json"
 PAGE = ROOT / "benchmarks" / "results" / "recipes.md"
 _COLUMNS = "recipe|published, s:|predicted for its plan, s:|memory, GiB:|our answer, s:|its memory, GiB:"
 MISS = 0.15
-"""Share by which a predicted time may be off before it counts as a miss."""
+"""Relative error of a predicted time above which it counts as a miss."""
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The speed of a run, in one of the units that authors print."""
+    """The speed of a run, in one of the units that authors publish."""
 
     step_s: float | None = None
     tokens_per_s_per_gpu: float | None = None
     tflops_per_gpu: float | None = None
-    """Model FLOP/s of a GPU, in 10^12."""
+    """Model FLOP/s per GPU, in 10^12."""
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A plan that others ran, and the question that it answers."""
+    """A plan that others ran, and the question to `shardwright advise` that it answers."""
 
     name: str
     by: str
@@ -62,15 +62,15 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The plan in words."""
     published: Published
     advise: str | None = None
-    """Arguments of `shardwright advise`; None: it has no such model."""
+    """Arguments of `shardwright advise`; None: `advise` does not have the model."""
     choice: str | None = None
-    """The plan as `--against` takes it."""
+    """The plan in the form of the option `--against`."""
     unpriced: str | None = None
-    """The part of the plan that is not priced, where that is so."""
+    """The part of the plan that cannot be priced, if any."""
     assumed: str = ""
     """Settings that the source does not state."""
     cause: str = ""
-    """Why the prediction, or what fits, differs from what was published."""
+    """Why the predicted time or memory differs from the published one."""
 
 
 class Priced(NamedTuple):
@@ -79,33 +79,33 @@ class Priced(NamedTuple):
     plan: str
     step_s: float
     gib: float
-    """GiB of the fullest GPU."""
+    """Memory of the fullest GPU in GiB."""
     budget_gib: float
-    """GiB of a GPU that `advise` lets a plan use: 92 % of its memory."""
+    """Memory in GiB that `advise` lets a plan use on a GPU: 92 %."""
     device_gib: float
 
     @property
     def memory_words(self) -> str:
-        """Return the memory, and whether it is more than a plan may use, or than a GPU has."""
+        """Return the memory as text, noting whether it exceeds what a plan may use, or what a GPU has."""
         if self.gib > self.device_gib:
             return f"{self.gib:.1f}: over the GPU's {self.device_gib:.0f}"
         return f"{self.gib:.1f}" + (": over 92 %" if self.gib > self.budget_gib else "")
 
 
 class Row(NamedTuple):
-    """A recipe, and what is predicted of it."""
+    """A recipe, and the predictions for its plan and for ours."""
 
     recipe: Recipe
     published_s: float
-    """Time of a step, in s."""
+    """Published step time in seconds."""
     theirs: Priced | None
     ours: Priced | None
     proof: str
-    """What is proven about our answer, in the words of `advise`, or why there is none."""
+    """What is proven about our answer, in the words of `advise`, or why there is no answer."""
 
     @property
     def is_miss(self) -> bool:
-        """Return whether the plan is not priced, is said not to fit a GPU, or its time is off by more than `MISS`."""
+        """Return whether the plan is not priced, is predicted not to fit, or its time is off by more than `MISS`."""
         if self.theirs is None or self.theirs.gib > self.theirs.device_gib:
             return True
         return abs(self.theirs.step_s / self.published_s - 1) > MISS
@@ -130,7 +130,7 @@ def main() -> None:
 
 
 def read_recipes() -> list[Recipe]:
-    """Return the recipes; BadInput where one has no valid form."""
+    """Return the recipes; raise BadInput if one is not valid."""
     try:
         return msgspec.convert(yaml.safe_load(RECIPES.read_text(encoding="utf-8")), list[Recipe])
     except msgspec.ValidationError as error:
@@ -142,7 +142,7 @@ def _has_word(recipe: Recipe, word: str) -> bool:
 
 
 def row_of(recipe: Recipe) -> Row:
-    """Return what `advise` answers, and what it predicts for the published plan."""
+    """Return the row of a recipe: the answer of `advise`, and its prediction for the published plan."""
     if recipe.advise is None:
         if recipe.published.step_s is None:
             raise BadInput(RECIPES, f"{recipe.name}: its speed needs a model", "give step_s or advise")
@@ -186,7 +186,7 @@ def short_words(plan: Plan) -> str:
 
 
 def published_s(published: Published, question: Question) -> float:
-    """Return the time of a step in s; of FLOP/s with model FLOPs counted as for `advise`'s full-square MFU."""
+    """Return the step time in s; from FLOP/s with model FLOPs counted as for `advise`'s full-square MFU."""
     batch, devices, types = question.request.global_batch_size, question.cluster.num_devices, question.model.types
     assert isinstance(batch, int)
     if published.tokens_per_s_per_gpu is not None:
@@ -200,7 +200,7 @@ def published_s(published: Published, question: Question) -> float:
 
 
 def json_text(rows: Sequence[Row]) -> str:
-    """Return the figures of all recipes, with the versions that made them."""
+    """Return the figures of all recipes as JSON, with the versions of the software that made them."""
     content = {
         "versions": versions_text(("shardwright",), on_gpu=False),
         "recipes": [_figures(row) for row in rows],
@@ -219,7 +219,7 @@ def _figures(row: Row) -> dict[str, Any]:
 
 
 def rows_of(text: str) -> list[Row]:
-    """Return the rows that `json_text` wrote, with the recipes of the file that have their names."""
+    """Return the rows in the JSON of `json_text`, each with the recipe of its name from the file of recipes."""
     recipes = {recipe.name: recipe for recipe in read_recipes()}
     return [
         Row(
@@ -234,7 +234,7 @@ def rows_of(text: str) -> list[Row]:
 
 
 def page_text(rows: Sequence[Row]) -> str:
-    """The page: the table, and a section on each recipe."""
+    """Return the page: the table, and a paragraph on each recipe."""
     return "\n".join(tables(rows)) + "\n"
 
 

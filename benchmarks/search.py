@@ -1,20 +1,20 @@
-"""Our search beside hetu-galvatron 2.4.0 on its own measured profiles: CPU seconds, and both plans priced by both.
+"""Our search and hetu-galvatron 2.4.0 on its own measured profiles: CPU seconds, and both plans priced by both.
 
     snakemake --cores 2 reference                  # once: the imported profiles
     python benchmarks/search.py [--work results/benchmark-search] [--reference results/reference]
                                 [--cases NAME ...] [--out benchmarks/results/search.json]
 
-Both search, in a process of their own with one thread, one batch size over the same space: powers of two, consecutive
+Each searches one batch size in its own process with one thread, over the same space: powers of two, consecutive
 tensor-parallel groups, ZeRO-2 and ZeRO-3, full recomputation or none, every divisor of the batch, 1F1B. The peer's own
-environment is made in the work folder, where its answers are kept too (17 to 108 CPU seconds each);
-`benchmarks/peers/galvatron.py` says what of its profiles had to be given other keys to load at all.
+environment is made in the work folder, where its answers are also kept (17 to 108 CPU seconds each).
+`benchmarks/peers/galvatron.py` says which of its profiles needed other keys to load at all.
 
-Bytes: above 20 GB the peer sets 20 % aside, and counts 1 GiB for the process, which the imported profiles do not have.
-Ours gets what remains (`usable`), and in a second search the whole budget (`whole`). Only the first is compared.
+Memory: above 20 GB the peer sets 20 % aside, and counts 1 GiB for the process, which the imported profiles do not have.
+Our search gets what remains (`usable`), and in a second search the whole budget (`whole`). Only the first is compared.
 
-Prices: the peer's plan is imported and evaluated by our cost model and simulator; ours is exported and priced by the
-peer's cost-model classes. Where its model prefers its own plan, each of its known defects is mended in turn, and the
-one after which it no longer does is named (`benchmarks/peers/galvatron_repairs.py`).
+Prices: the peer's plan is imported and evaluated by our cost model and simulator; our plan is exported and priced by
+the peer's cost-model classes. If its model prefers its own plan, each of its known defects is mended in turn, and the
+one whose repair reverses the preference is named (`benchmarks/peers/galvatron_repairs.py`).
 """
 
 import argparse
@@ -37,7 +37,7 @@ from shardwright.types import Cluster, NodeGroup, NodeType, Plan, Prediction, St
 
 MIB = 1 << 20
 CONTEXT_MIB = 1024
-"""What the peer counts for the process on every device (`pytorch_context_mem`)."""
+"""MiB that the peer counts for the process on every device (`pytorch_context_mem`)."""
 COLUMNS = (
     "case|CPU s: theirs|ours|s a step, simulated: theirs|ours|MiB: theirs|ours|budget|so|"
     "s a step, its model: theirs|ours|its verdict"
@@ -45,11 +45,11 @@ COLUMNS = (
 SHARDWRIGHT = str(Path(sys.executable).with_name("shardwright"))
 
 
-# What both search: profiles that the peer ships, each with a cluster, a batch and a budget.
+# The cases that both search: profiles that the peer ships, each with a cluster, a batch size and a budget.
 
 
 class Layers(NamedTuple):
-    """Layers of one type, as the peer is told of them."""
+    """The layers of one type, in the form of the peer's arguments."""
 
     hidden_size: int
     seq_len: int
@@ -57,11 +57,11 @@ class Layers(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One profile of the peer's, a cluster, a batch and a budget."""
+    """One of the peer's profiles, with a cluster, a batch size and a budget."""
 
     name: str
     family: str
-    """The peer's folder of it, and the name of the two files in it."""
+    """The peer's folder of the model; `files` is in the names of the two files in it."""
     files: str
     profile: str
     model: str
@@ -77,7 +77,7 @@ class Case(NamedTuple):
 
     @property
     def hardware(self) -> str:
-        """Name of the imported hardware profile."""
+        """Return the name of the imported hardware profile."""
         return f"a100-{self.nodes}x{self.devices_per_node}"
 
 
@@ -88,14 +88,14 @@ VIT = ("vit_hf", "hidden2560_head32", "vit-xhuge", "vit-xhuge-197", (Layers(2560
 T5 = ("T5", "t5-3B", "t5-3b", "t5-3b-512", (Layers(1024, 512, 24), Layers(1024, 512, 24)))
 SWIN_LAYERS = (Layers(320, 3136, 2), Layers(640, 784, 2), Layers(1280, 196, 42), Layers(2560, 49, 2))
 SWIN = ("swin", "swin-huge", "swin-huge", "swin-huge", SWIN_LAYERS)
-# Times: at every batch size where the files have them, at every length for BERT, at one point for ViT and Swin.
+# Times: at every batch size if the files have them, at every length for BERT, at one point for ViT and Swin.
 CASES = (
     Case("llama-7b-1x8", *LLAMA, 16, 36),
     Case("llama-7b-2x8", *LLAMA, 32, 36, nodes=2),
     Case("gpt-6.7b-2x8", *GPT, 32, 36, nodes=2),
     Case("bert-large-1x8", *BERT, 128, 16, time_model="sequence"),
     Case("bert-large-1x8-3gib", *BERT, 128, 3, time_model="sequence"),
-    # Memory at tp_size 8 is in none of ViT's tables.
+    # None of ViT's tables has memory at tp_size 8.
     Case("vit-xhuge-1x8", *VIT, 64, 36, sequence_parallel="none", time_model="static", max_tp_size=4),
     Case("t5-3b-1x8", *T5, 64, 34),
     Case("swin-huge-1x8", *SWIN, 64, 5, sequence_parallel="none", time_model="static"),
@@ -106,7 +106,7 @@ CASES = (
 
 
 class Files(NamedTuple):
-    """What a search of ours reads."""
+    """The files that our search reads."""
 
     cluster: Path
     model: Path
@@ -115,17 +115,17 @@ class Files(NamedTuple):
 
     @property
     def profiles(self) -> list[str]:
-        """The options that evaluate needs too."""
+        """Return the options with the profiles, which `evaluate` needs as well."""
         return ["--hardware", str(self.hardware), "--profile", str(self.profile)]
 
     @property
     def machines(self) -> list[str]:
-        """The options that an import needs."""
+        """Return the options with cluster and model, which an import needs as well."""
         return ["--cluster", str(self.cluster), "--model", str(self.model)]
 
 
 def files_of(case: Case, reference: Path, folder: Path) -> Files:
-    """The imported profiles of a case, and its cluster written beside its answers."""
+    """Write the cluster of a case next to its answers; return its path and the paths of the imported profiles."""
     node = NodeType(device="A100", devices_per_node=case.devices_per_node, memory_bytes=80 << 30)
     nodes = (NodeGroup(node_type="a100", count=case.nodes),)
     cluster = folder / "cluster.json"
@@ -135,12 +135,12 @@ def files_of(case: Case, reference: Path, folder: Path) -> Files:
 
 
 def powers_of_two(greatest: int) -> list[int]:
-    """1, 2, 4, ... up to a power of two."""
+    """Return 1, 2, 4, ... up to `greatest`."""
     return [1 << i for i in range(greatest.bit_length())]
 
 
 def request_of(case: Case, name: str, budget_mib: int) -> dict[str, Any]:
-    """The search file of a case within a budget."""
+    """Return the content of the search file of a case within a budget."""
     return {
         "format": "shardwright.search",
         "version": 1,
@@ -158,7 +158,7 @@ def request_of(case: Case, name: str, budget_mib: int) -> dict[str, Any]:
 def search_ours(
     case: Case, files: Files, folder: Path, name: str, budget_mib: int, outer: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Our best plan within a budget, null where nothing fits; `outer` is what embedding and head both must be."""
+    """Return our best plan within a budget, None if no plan fits; `outer`: the constraint on embedding and head."""
     narrowed = {} if outer is None else {"embedding": outer, "head": outer}
     request = request_of(case, name, budget_mib) | narrowed
     asked, plan = folder / f"{name}.search.json", folder / f"{name}.json"
@@ -176,7 +176,7 @@ def search_ours(
 
 
 def priced(prediction: Prediction) -> dict[str, Any]:
-    """Seconds and MiB of a plan under our cost model."""
+    """Return the seconds and MiB of a plan under our cost model."""
     estimate = prediction.estimate
     return {
         "simulated_s": estimate.simulated_step_time_s,
@@ -187,7 +187,7 @@ def priced(prediction: Prediction) -> dict[str, Any]:
 
 
 def evaluate_theirs(config: dict[str, Any], case: Case, files: Files, folder: Path) -> dict[str, Any]:
-    """The peer's plan under our cost model and simulator."""
+    """Return the peer's plan, priced by our cost model and simulator."""
     written, plan, out = (folder / f"theirs.{end}" for end in ("config.json", "json", "prediction.json"))
     written.write_text(json.dumps(config, indent=1))
     said = ["--sequence-parallel", case.sequence_parallel, "--precision-reduce", "float32"]
@@ -200,7 +200,7 @@ def evaluate_theirs(config: dict[str, Any], case: Case, files: Files, folder: Pa
 
 
 def exported(folder: Path, name: str) -> dict[str, Any] | str:
-    """Our plan as the peer's config, or why its format cannot say it."""
+    """Return our plan as the peer's config, or why that format cannot express it."""
     out, log = folder / f"{name}.config.json", folder / "export.log"
     command = [SHARDWRIGHT, "export", str(folder / f"{name}.json"), "--to", "galvatron", "--out", str(out)]
     code, _ = galvatron.run(command, log, expected=(0, 2))
@@ -208,9 +208,9 @@ def exported(folder: Path, name: str) -> dict[str, Any] | str:
 
 
 def sayable(case: Case, files: Files, folder: Path, usable: dict[str, Any]) -> dict[str, Any]:
-    """Our plan with the peer's config of it; where its format cannot say it, our best that it can.
+    """Return our plan with its config for the peer or, if that format cannot express it, our best plan that it can.
 
-    It has one strategy for embedding and head: each of them is searched with, and the fastest plan is taken.
+    The format has only one strategy for embedding and head: we search with each possible one and take the fastest plan.
     """
     config = exported(folder, usable["name"])
     if isinstance(config, dict):
@@ -229,7 +229,7 @@ def sayable(case: Case, files: Files, folder: Path, usable: dict[str, Any]) -> d
 
 
 def summary(plan: Plan) -> str:
-    """One line: pipeline stages, microbatches, and the runs of equal layers, embedding and head at the ends."""
+    """Return a plan in one line: pipeline stages, microbatches, runs of equal layers, embedding and head."""
 
     def said(strategy: Strategy) -> str:
         recompute = getattr(strategy, "recompute", "none")
@@ -243,7 +243,7 @@ def summary(plan: Plan) -> str:
 
 
 def compare(case: Case, python: Path, work: Path, reference: Path) -> dict[str, Any]:
-    """Both searches of a case and all prices."""
+    """Return both searches of a case and all prices."""
     folder = work / case.name
     told = case._asdict() | {"layers": [layers._asdict() for layers in case.layers]}
     peer_case = galvatron.write_case(told, reference / "hetu-galvatron", folder)
@@ -276,7 +276,7 @@ def compare(case: Case, python: Path, work: Path, reference: Path) -> dict[str, 
 
 
 def cells(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[object, ...]]:
-    """Yield the row of each case, as `COLUMNS` are."""
+    """Yield the cells of each case, in the order of `COLUMNS`."""
     for row in rows:
         ours, theirs, peer = row["usable"], row["our_price_of_theirs"], row["their_prices"]
         mine = ours.get("priced", {"simulated_s": float("nan"), "memory_mib": [0]})
@@ -289,15 +289,15 @@ def cells(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[object, ...]]:
         )  # fmt: skip
 
 
-# What each cost model says of the two plans, in words.
+# The verdict of each cost model on the two plans, in words.
 
 
 ALIKE = 5e-4
-"""Closer times are said to be alike; the figures are in the JSON."""
+"""Relative difference below which times are called alike; the figures are in the JSON."""
 
 
 def our_verdict(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
-    """What our simulator says of the peer's plan beside ours, and whether it is within the bytes that ours had."""
+    """Return how our simulator compares the peer's plan with ours, and whether the peer's exceeds our budget."""
     if ours["plan"] is None:
         return ours["why"]
     ratio = theirs["simulated_s"] / ours["priced"]["simulated_s"]
@@ -308,7 +308,7 @@ def our_verdict(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
 
 
 def their_verdict(peer: dict[str, Any], said: dict[str, Any]) -> str:
-    """What the peer's model says of our plan beside its own, and the defect that makes it prefer its own."""
+    """Return how the peer's model compares our plan with its own, and the defect that makes it prefer its own."""
     if "ours" not in peer:
         return f"its format cannot say our plan: {said.get('refused_too', 'nothing fits')}"
     ours, theirs, usable = peer["ours"], peer["theirs"], peer["theirs"]["usable_mib"]
@@ -327,9 +327,10 @@ def their_verdict(peer: dict[str, Any], said: dict[str, Any]) -> str:
 
 
 def cause(turned: list[str]) -> str:
-    """What makes the peer's model prefer its own plan, from all that turns the preference when mended.
+    """Return what makes the peer's model prefer its own plan.
 
-    One defect is named before several, and defects before the differences that are none.
+    `turned`: the names, joined by spaces, of all repairs that reverse the preference. A single defect is named rather
+    than several together, and defects rather than differences.
     """
     for kind, names in (("defect", DEFECTS), ("difference", DIFFERENCES)):
         alone = [name for name in names if name in turned]
@@ -341,11 +342,11 @@ def cause(turned: list[str]) -> str:
     return "for its defects and differences together" if together else "why is not determined"
 
 
-# Everything, and what is kept.
+# All cases, and what is written.
 
 
 def machine() -> dict[str, str | float]:
-    """Where and when it runs, and how busy it is before: other work makes CPU seconds longer."""
+    """Return the machine, the date, and the load before the run: other work makes CPU seconds longer."""
     models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     name = models[0].partition(":")[2].strip() if models else platform.machine()
     return {"cpu": name, "python": platform.python_version(), "load": os.getloadavg()[0]} | {
@@ -354,7 +355,7 @@ def machine() -> dict[str, str | float]:
 
 
 def main() -> None:
-    """Run the cases one after another and keep what was found."""
+    """Run the cases one after another and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("results/benchmark-search"), help="environment and answers")
     parser.add_argument("--reference", type=Path, default=Path("results/reference"), help="imported profiles")

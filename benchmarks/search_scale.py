@@ -1,13 +1,13 @@
-"""How long a search takes: CPU seconds of the whole command, one thread, and its memory.
+"""The cost of a search: CPU seconds of the whole command with one thread, and its memory.
 
     snakemake --cores 2 reference                  # once: the imported profiles of three cases
     python benchmarks/search_scale.py [--work DIR] [--cases WORD ...] [--repeats N]
 
-Three cases of benchmarks/search.py on published profiles, left out where those are not there; large clusters, many
-batch sizes and many layers on analytic profiles (no such machine is needed); the analytic hardware profile of 2,048
-nodes; and whole commands of `shardwright advise`, some of them cut short, with the step time of what they answer.
-Printed as a table. Where all cases ran, it is also written to benchmarks/results/search-scale.md and .json, with the
-load of the machine.
+Three cases of benchmarks/search.py on published profiles, left out if these do not exist; large clusters, many batch
+sizes and many layers on analytic profiles (no such machine is needed); the analytic hardware profile of 2,048 nodes;
+and whole commands of `shardwright advise`, some of them with a time limit, with the step time of the plan that they
+find. The results are printed as a table. If all cases ran, it is also written to benchmarks/results/search-scale.md and
+.json, with the load of the machine.
 """
 
 import argparse
@@ -97,7 +97,7 @@ ADVISED = {
     "advise llama-3.1-70b, 131,072 tokens": ("llama-3.1-70b --gpus 64x8:H100-SXM --batch 64 --seq 131072", "8"),
     "advise deepseek-v3 on 2,048 H100": ("deepseek-v3 --gpus 256x8:H100-SXM --batch 15360 --seq 4096", "6"),
 }
-"""Arguments, and the goal in CPU seconds."""
+"""Arguments of `shardwright advise`, and the goal in CPU seconds."""
 _405B = "llama-3.1-405b --gpus 2048x8:H100-SXM --batch 2048 --seq 8192"
 _DEEPSEEK = "deepseek-v3 --gpus 256x8:H100-SXM --batch 15360 --seq 4096"
 CUT_SHORT = {
@@ -106,7 +106,7 @@ CUT_SHORT = {
     "advise deepseek-v3, cut at 1 s": f"{_DEEPSEEK} --time-limit 1",
     "advise deepseek-v3, cut at 3 s": f"{_DEEPSEEK} --time-limit 3",
 }
-"""Arguments of searches beside the whole one: what is told is the step time of the plan that is found."""
+"""Arguments of further searches with and without a time limit; the step time of the plan found is reported."""
 GOALS_S = {
     "llama-7b-1x8": "0.5",
     "vit-xhuge-1x8": "1.0",
@@ -119,7 +119,7 @@ GOALS_S = {
 
 
 def main() -> None:
-    """Make the profiles, search, tell."""
+    """Make the profiles, run the searches, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--work", type=Path, default=ROOT / "results/benchmark-search-scale", help="folder for the files"
@@ -158,7 +158,7 @@ def main() -> None:
 
 
 def _row(name: str, row: dict) -> str:
-    """The table's line of a case."""
+    """Return the table's line of a case."""
     told = [name, f"{row['cpu_s']:.2f}", GOALS_S.get(name, ""), str(row["peak_mib"])]
     told += [f"{row['gap']:.2%}", str(row["cases"])] if "gap" in row else ["", ""]
     told.append(row.get("plan", ""))
@@ -166,7 +166,7 @@ def _row(name: str, row: dict) -> str:
 
 
 def measured(folder: Path, asked: list[str], repeats: int, is_cut: bool = False) -> dict:
-    """The median run's CPU seconds, the most memory, and what was found: where it is cut short, maybe nothing."""
+    """Return the median CPU seconds, the most memory, and the plan found; if `is_cut`, there may be no plan."""
     out = folder / "plan.json"
     out.unlink(missing_ok=True)
     used = median_of(["shardwright", *asked, "--out", str(out)], folder, repeats, may_fail=is_cut)
@@ -174,7 +174,7 @@ def measured(folder: Path, asked: list[str], repeats: int, is_cut: bool = False)
         return used | {"plan": "none"}
     plan = json.loads(out.read_text(encoding="utf-8"))
     words = f"pp {len(plan['stages'])}, {plan['num_microbatches']} microbatches, batch {plan['global_batch_size']}"
-    if asked[0] == "advise":  # which prints what is proven
+    if asked[0] == "advise":  # its output has the step time
         step_s = re.search(r"predicted (\S+ s) a step", (folder / TOLD).read_text(encoding="utf-8"))
         return used | {"plan": words if step_s is None else f"{words}, {step_s[1]} a step"}
     proof = json.loads((folder / "plan.prediction.json").read_text(encoding="utf-8"))["proof"]
@@ -182,7 +182,7 @@ def measured(folder: Path, asked: list[str], repeats: int, is_cut: bool = False)
 
 
 def hardware_of_many_nodes(folder: Path, repeats: int) -> dict:
-    """Of the analytic profile of a large cluster's messages."""
+    """Return the CPU seconds and the memory of making the analytic hardware profile of a large cluster."""
     nodes = [{"node_type": "a", "count": 2048}]
     cluster = write_json(folder / "cluster.json", "cluster", name="large", nodes=nodes, node_types={"a": NODE})
     machines = ["--cluster", str(cluster), "--node-type", "a", "--inter-node-gbit-s", "800"]
@@ -191,7 +191,7 @@ def hardware_of_many_nodes(folder: Path, repeats: int) -> dict:
 
 
 def published(folder: Path, name: str, reference: Path) -> list[str]:
-    """A case on published profiles, within what the peer leaves for tensors; the options of the search."""
+    """Return the options of a search on published profiles, within the memory that the peer leaves for tensors."""
     case = IMPORTED[name]
     folder.mkdir(parents=True, exist_ok=True)
     files = files_of(case, reference, folder)
@@ -207,20 +207,20 @@ def median_of(
     clear: Callable[[], None] = lambda: None,
     may_fail: bool = False,
 ) -> dict:
-    """The median run's CPU seconds, and the most memory; `clear` takes away what a run has written.
+    """Return the median CPU seconds and the most memory of several runs; `clear` removes what a run has written.
 
-    What the last run printed is in the folder. A run that ends with an error ends all, unless it `may_fail`.
+    The output of the last run is in the folder. A run that fails ends this process, unless it `may_fail`.
     """
     environment, used = _with_bytecode(folder / "bytecode"), []
     for _ in range(repeats + 1):
         clear()
         used.append(_used(command, environment, folder / TOLD, may_fail))
-    used = sorted(used[1:])  # the first compiles Python's bytecode, which installing does elsewhere
+    used = sorted(used[1:])  # the first run compiles Python's bytecode, as an installation does elsewhere
     return {"cpu_s": used[len(used) // 2][0], "peak_mib": max(peak for _, peak in used)}
 
 
 def prepared(folder: Path, case: dict) -> list[str]:
-    """Describe the model and estimate the profiles; the options of the search."""
+    """Describe the model and estimate the profiles; return the options of the search."""
     config = read_presets()[case["preset"]].config
     write_json(folder / "config/config.json", None, **{**config, **case["config"]})
     node = NODE | {"device": case.get("driver", NODE["device"])}
@@ -252,7 +252,7 @@ def prepared(folder: Path, case: dict) -> list[str]:
 
 
 def _used(command: list[str], environment: dict[str, str], told: Path, may_fail: bool) -> tuple[float, int]:
-    """CPU seconds and the most resident MiB of one run, which prints to a file."""
+    """Return the CPU seconds and the maximum resident MiB of one run, whose output goes to a file."""
     with told.open("wb") as printed:
         process = subprocess.Popen(command, env=environment, stdout=printed, stderr=subprocess.DEVNULL)
         _, status, used = os.wait4(process.pid, 0)

@@ -1,7 +1,7 @@
 """The configuration, checked and converted to the documents that the stages read.
 
-Everything here is pure: the Snakefile reads the configuration once, asks for a `Workflow` and takes the texts of the
-files to write, what depends on what, and the resources of a job from it.
+Everything here is pure. The Snakefile reads the configuration once and asks for a `Workflow`, from which it takes the
+content of the files to write, their dependencies, and the resources of jobs.
 """
 
 import json
@@ -38,20 +38,20 @@ from strict_yaml import RUN_MIN, any_of
 _OFF = {option.field: option.off for option in options_of(RunOptions) if option.off}
 """Options of `shardwright train run` that switch off a default, by key."""
 _KINDS = {Corpus.IMAGES: "images", Corpus.CAPTIONS: "pairs", Corpus.SPEECH: "pairs"}
-"""The kind of data that a source yields, if it is not text."""
+"""Kinds of data by source, for sources that are not text."""
 _FILES = {
     "text": ("data.json", "tokens.bin"),
     "completions": ("data.json", "tokens.bin", "targets.bin"),
     "images": ("images.npy", "labels.npy"),
     "pairs": ("tokens.npy", "samples.npy"),
 }
-"""Files of each kind of data that a run waits for."""
+"""Files that a run waits for, by kind of data."""
 _PATHS = {"text", "tokenizer", "weights", "adapter", "resume_from"}
-"""Keys whose value may be the path of a file or folder of the user."""
+"""Keys whose value may be the path of a user's file or folder."""
 
 
 def _kind(data: Data) -> str:
-    """The kind of files that an entry of `data` becomes."""
+    """Return the kind of files that an entry of `data` becomes."""
     marked = data.loss_on is LossOn.COMPLETIONS
     return _KINDS.get(data.source, "completions" if marked else "text")
 
@@ -62,18 +62,18 @@ class Workflow:
 
     settings: Configuration
     sections: Section
-    """Sections of the configuration in their one spelling, without defaults."""
+    """Sections of the configuration in canonical form, without defaults."""
     presets: Mapping[str, Section]
-    """What each model is before it is changed: its `config` and `sequence_length`."""
+    """The `config` and the `sequence_length` of each model's preset, without the configuration's overrides."""
     folder: Path
-    """Folder of the configuration, in which relative paths are looked for if the working folder lacks them."""
+    """Folder of the configuration; relative paths that do not exist in the working folder are looked up there."""
 
     def cluster_json(self, name: str, *, priced: bool = True) -> str:
-        """Return a cluster's document; without prices for hardware measurements, which do not depend on them."""
+        """Return a cluster's document as JSON; not `priced` for hardware measurements, which do not need prices."""
         return document_text(Cluster, self.cluster(name, priced=priced))
 
     def cluster(self, name: str, *, priced: bool = True) -> Section:
-        """A cluster's content; `1x<node type>` is one node of that type, without its price, for profiling."""
+        """Return a cluster's content; `1x<node type>` is one node of that type, without its price, for profiling."""
         if (node_type := name.removeprefix("1x")) != name and node_type in self.settings.node_types:
             devices = self.settings.node_types[node_type].profiled_devices
             changed = {} if devices is None else {"devices_per_node": devices}
@@ -85,13 +85,13 @@ class Workflow:
         return {"name": name, "nodes": groups, "node_types": types}
 
     def model_config_json(self, name: str) -> str:
-        """The Hugging Face configuration of a model: its preset's, with the configuration's overrides."""
+        """Return a model's Hugging Face configuration as JSON: its preset's, with the configuration's overrides."""
         model = self.sections["models"][name]
         overrides = {key: value for key, value in model.items() if key not in ModelChoice.__struct_fields__}
         return _canonical({**self.presets[name]["config"], **overrides})
 
     def sequence_length(self, model: str) -> int:
-        """Return the number of tokens of one sample."""
+        """Return the number of tokens of one sample of a model."""
         settings = self.settings.models[model]
         return int(settings.sequence_length or self.presets[model]["sequence_length"])
 
@@ -100,74 +100,74 @@ class Workflow:
         return self.settings.profiles[self.settings.models[model].profile]
 
     def analytic_models(self) -> str:
-        """A regular expression of the models whose profiles are estimated, not measured."""
+        """Return a regular expression that matches the models whose profiles are estimated, not measured."""
         return any_of(name for name in self.settings.models if self.profile_of(name).source is Source.ANALYTIC)
 
     def analytic_clusters(self) -> str:
-        """A regular expression of the clusters whose hardware is estimated, not measured."""
+        """Return a regular expression that matches the clusters whose hardware is estimated, not measured."""
         return any_of(name for name, cluster in self.settings.clusters.items() if cluster.hardware is Source.ANALYTIC)
 
     def profile_json(self, name: str) -> str:
-        """The document of profile settings: which strategies and micro-batch sizes are measured."""
+        """Return the document of profile settings as JSON: which strategies and micro-batch sizes are measured."""
         settings = _fields(self.sections["profiles"][name], ProfileSettings.__struct_fields__)
         return document_text(ProfileSettings, settings)
 
     def search_json(self, name: str) -> str:
-        """The document of a search, with the number formats and kernels of its model's profile."""
+        """Return the document of a search as JSON, with the number formats and kernels of its model's profile."""
         search = self.sections["searches"][name]
         request = _fields(search, SearchRequest.__struct_fields__)
         return document_text(SearchRequest, {"name": name, **self.computed_as(search["model"]), **request})
 
     def computed_as(self, model: str) -> Section:
-        """The number formats and kernels that a model is profiled in, as keys of a search."""
+        """Return the number formats and kernels with which a model is profiled, as keys of a search."""
         profile = self.sections["profiles"][self.settings.models[model].profile]
         return _fields(profile, ("precision", "attention", "compile"))
 
     def describe_options(self, described: str) -> list[str]:
-        """The options of `shardwright train describe` for MODEL, or for MODEL@LENGTH."""
+        """Return the options of `shardwright train describe` for MODEL, or for MODEL@LENGTH (another length)."""
         model, _, length = described.partition("@")
         trained = _fields(self.sections["models"][model], ("frozen", "lora"))
         return spelled_options({"name": model, "sequence_length": length or self.sequence_length(model), **trained})
 
     def described(self, model: str) -> list[str]:
-        """Return the descriptions of a model at each profiled length, its own sequence length first."""
+        """Return the paths of a model's descriptions at each profiled length, its own sequence length first."""
         _, *lengths = self.profile_of(model).lengths(self.sequence_length(model))
         return [f"results/models/{name}.json" for name in (model, *(f"{model}@{length}" for length in lengths))]
 
     def measure_options(self, model: str) -> list[str]:
-        """The options of `shardwright train measure` that state how long a model's probes are measured."""
+        """Return the options of `shardwright train measure` that state how long a model's probes are measured."""
         keys = ("steps", "warmup_steps", "min_time_s")
         return spelled_options({key: getattr(self.profile_of(model), key) for key in keys})
 
     def estimate_options(self, model: str) -> list[str]:
-        """The `shardwright profile analytic` options on the devices that a model's profile is estimated for."""
+        """Return the options of `shardwright profile analytic` on devices, for a model whose profile is estimated."""
         return spelled_options(self.sections["profiles"][self.settings.models[model].profile].get("estimate") or {})
 
     def options(self, section: str, name: str, without: Iterable[str] = ()) -> list[str]:
-        """The keys of an entry as options of a command."""
+        """Return the keys of an entry of a section as options of a command."""
         entry = self.sections[section][name]
         return spelled_options({key: self._located(key, value) for key, value in entry.items() if key not in without})
 
     def _located(self, key: str, value: object) -> object:
-        """Return a value of the configuration; a path that does not exist is looked up next to the configuration."""
+        """Return a value of the configuration; if it is a path that exists only next to the file, the path there."""
         return located(self.folder, value) if key in _PATHS and isinstance(value, str) else value
 
     def network_options(self, cluster: str) -> list[str]:
-        """The `shardwright profile analytic` options on the links of a cluster whose hardware is estimated."""
+        """Return the options of `shardwright profile analytic` on links, for a cluster whose hardware is estimated."""
         return self.options("clusters", cluster, ("nodes", "hardware", "hardware_time_budget_s", "all_nodes_here"))
 
     def corrections_of(self, search: str) -> list[str]:
-        """Return the correction file of a search, in a list that is empty without one."""
+        """Return a list with the correction file of a search; empty if the search has none."""
         source = self.settings.searches[search].correction
         return [] if source is None else [f"results/corrections/{source}.json"]
 
     def profiles_of(self, search: Search) -> list[str]:
-        """The model profiles that a search reads, one for each node type."""
+        """Return the paths of the model profiles that a search reads, one for each node type."""
         node_types = self.settings.clusters[search.cluster].node_types
         return [f"results/profiles/{search.model}@{node_type}.h5" for node_type in node_types]
 
     def copied_from(self, run: str) -> str | None:
-        """Return the folder of the tokenizer for a run's model: its weights', else its data's, or None."""
+        """Return the folder whose tokenizer a run's model gets: the weights' folder, else its data's, or None."""
         entry = self.settings.runs[run]
         if entry.weights is not None:
             return located(self.folder, str(entry.weights))
@@ -175,28 +175,28 @@ class Workflow:
         return next((self.data_folder(part) for part in parts if data[part].source is not Corpus.IMAGES), None)
 
     def convert_options(self, run: str) -> list[str]:
-        """The options of `shardwright train convert` for a run, except its files."""
+        """Return the options of `shardwright train convert` for a run, except its files."""
         copied = self.copied_from(run)
         best = ["--best"] if self.settings.runs[run].export == "best" else []
         return best if copied is None else ["--copy-from", copied, *best]
 
     def run_options(self, run: str) -> list[str]:
-        """The options of `shardwright train run`, except its plan, data and folders."""
+        """Return the options of `shardwright train run`, except its plan, data and folders."""
         options = self.options("runs", run, ("search", "data", "valid_data", "export"))
         valid = self.settings.runs[run].valid_data
         return options if valid is None else [*options, "--valid-data", self.data_folder(valid)]
 
     def parents_of(self, run: str) -> list[str]:
-        """Return the checkpoint that a run branches from, as in `run_options`; an empty list for other runs."""
+        """Return a list with the checkpoint from which a run branches, as in `run_options`; empty for other runs."""
         parent = self.settings.runs[run].resume_from
         return [] if parent is None else [located(self.folder, str(parent))]
 
     def data_folder(self, name: str) -> str:
-        """The value of `--data` for an entry of `data`."""
+        """Return the value of `--data` for an entry of `data`: its folder, or `random`."""
         return name if name == RANDOM else f"results/data/{folder_of_data(self.settings, name)}"
 
     def data_files(self, run: str) -> list[str]:
-        """The files that a run reads, evaluation data included."""
+        """Return the paths of the data files that a run reads, including evaluation data."""
         entry, files = self.settings.runs[run], list[str]()
         for name in (entry.data, entry.valid_data or RANDOM):
             parts = self._parts(name)
@@ -207,16 +207,16 @@ class Workflow:
         return list(dict.fromkeys(files))
 
     def vocabulary_size(self, run: Run) -> int:
-        """The largest vocabulary of the data that a run reads; 0 if none states its size."""
+        """Return the largest vocabulary of the data that a run reads; 0 if none states its size."""
         parts = (*self._parts(run.data), *self._parts(run.valid_data or RANDOM))
         return max((self.settings.data[part].vocab_size or 0 for part in parts), default=0)
 
     def _parts(self, name: str) -> tuple[str, ...]:
-        """Return the data entries behind a name: itself, a blend's parts, or none for random samples."""
+        """Return the entries of `data` for which a name stands: itself, a blend's parts, or none for random samples."""
         return () if name == RANDOM else tuple(self.settings.data[name].blend or (name,))
 
     def blend_json(self, name: str) -> str:
-        """Return the document of a blend."""
+        """Return the document of a blend as JSON."""
         from shardwright_train.data.sampling import BlendedData
 
         weights = {
@@ -226,7 +226,7 @@ class Workflow:
         return document_text(BlendedData, {"datasets": datasets})
 
     def data_pattern(self, kind: str) -> str:
-        """A regular expression of the folders of data that become files of a kind: `text`, `completions`, `images`."""
+        """Return a regular expression that matches the folders of data of a kind (a key of `_FILES`), except blends."""
         unblended = ((name, data) for name, data in self.settings.data.items() if data.blend is None)
         names = (name for name, data in unblended if _kind(data) == kind)
         return any_of(folder_of_data(self.settings, name) for name in names)
@@ -237,13 +237,13 @@ class Workflow:
         return tuple(name for name in self.settings.searches if name in needed)
 
     def profiled_pairs(self) -> tuple[tuple[str, str], ...]:
-        """Every (model, node type) that some search needs the profile of."""
+        """Return every (model, node type) whose profile some search needs."""
         searches, clusters = self.settings.searches.values(), self.settings.clusters
         pairs = ((each.model, node_type) for each in searches for node_type in clusters[each.cluster].node_types)
         return tuple(dict.fromkeys(pairs))
 
     def components(self, cluster: str) -> tuple[Component, ...]:
-        """The components of a job on all nodes of a cluster."""
+        """Return the components of a job on all nodes of a cluster."""
         return components_of(self.settings.clusters[cluster], self.settings.node_types)
 
     def one_node(self, node_type: str) -> tuple[Component, ...]:
@@ -270,9 +270,9 @@ class Workflow:
 
 
 def load_workflow(config: Section, file: str) -> Workflow:
-    """A completely checked configuration: its shape, references between names, presets and their keys.
+    """Return a configuration after all checks: of its shape, references between names, presets, keys of models, data.
 
-    Raises BadInput.
+    Raises BadInput if a check fails.
     """
     check_texts(config, file)
     settings = typed(config, file)
@@ -306,17 +306,17 @@ def _fields(entry: Section, names: Iterable[str]) -> Section:
 
 
 def upgrade_versions() -> str:
-    """The versions of the programs that compute results without measuring."""
+    """Return the versions of the programs that compute results without measuring."""
     return versions_text([PRODUCT], on_gpu=False)
 
 
 def spelled_options(values: Section) -> list[str]:
-    """Keys and their values as options of a command; a list repeats its option."""
+    """Return keys and their values as options of a command; a list repeats its option."""
     return [word for key, value in values.items() for word in _option(f"--{key.replace('_', '-')}", key, value)]
 
 
 def command_line(*words: str, **options: object) -> str:
-    """A command as a line of a batch, with the options whose value is not None; lists repeat their option."""
+    """Return a command as one line of a batch, with the options whose value is not None; a list repeats its option."""
     given = {name: value for name, value in options.items() if value is not None}
     return shlex.join([*words, *spelled_options(given)])
 
@@ -330,7 +330,7 @@ def _option(name: str, key: str, value: object) -> list[str]:
 
 
 def document_text(kind: type[Document], content: Section) -> str:
-    """Return a document of a kind as JSON."""
+    """Return a document of a kind with some content as JSON."""
     return _canonical({"format": kind.FORMAT, "version": kind.VERSION, **content})
 
 

@@ -32,13 +32,13 @@ _REFERENCES = (
     ("runs", "data", "data"),
     ("runs", "valid_data", "data"),
 )
-"""Section, key, and the section that the key's value names an entry of."""
+"""Section, key, and the section of which the key's value names an entry."""
 _REMOVED_VALUES = {"mlflow": "take wandb or tensorboard, or read metrics.jsonl"}
 _ARTICLES = {"correction": "a correction", "imbalance": "an imbalance"}
 
 
 def typed(config: Section, file: str) -> Configuration:
-    """The configuration as its types; raises BadInput naming the place, such as `searches.tight.memory_gib`."""
+    """Return the configuration converted to its types; raise BadInput naming the place, such as `runs.demo.steps`."""
     checked: dict[str, object] = dict(config)
     for field in msgspec.structs.fields(Configuration):
         section = config.get(field.name)
@@ -60,9 +60,9 @@ def _entry(section: str, name: object, entry: object, kind: type[_Type], file: s
 
 
 def converted(value: object, kind: type[_Type], where: str, file: str) -> _Type:
-    """A value as its type; raises BadInput naming the place inside of `if`."""
+    """Return a value converted to a type; raise BadInput naming the place inside the value, after `where`."""
     try:
-        # The only type of the stages' own that a configuration spells is a path.
+        # The only type in a configuration that msgspec does not know is a path.
         return msgspec.convert(value, kind, dec_hook=lambda path, text: path(text))
     except msgspec.ValidationError as error:
         if (removed := removed_key(error, getattr(kind, "REMOVED", {}), file, f"{where}.")) is not None:
@@ -118,7 +118,7 @@ def _references(config: Configuration) -> Iterator[tuple[str, str, str]]:
 
 
 def _check_correction(name: str, search: Search, searches: Mapping[str, Search], file: str) -> None:
-    """Raise BadInput if a correction is of other profiles, or is learned from a search that needs this one."""
+    """Raise BadInput if a correction is learned from a search of another model or cluster, with other profiles."""
     where, source = f"searches.{name}.correction", searches[str(search.correction)]
     for key in ("model", "cluster"):
         if getattr(source, key) != getattr(search, key):
@@ -129,7 +129,8 @@ def _check_correction(name: str, search: Search, searches: Mapping[str, Search],
 def _check_order(config: Configuration, passed: tuple[str, ...], file: str, first: str | None = None) -> None:
     """Raise BadInput if a search depends on itself, through corrections or through the run of its load.
 
-    `first`: the key by which the first of the searches passed needs the second.
+    `passed`: the searches from the first one on, each needed by the one before it. `first`: the key by which the first
+    of them needs the second.
     """
     for key, following in _needed(config, config.searches[passed[-1]]):
         if following in passed:
@@ -139,7 +140,7 @@ def _check_order(config: Configuration, passed: tuple[str, ...], file: str, firs
 
 
 def _needed(config: Configuration, search: Search) -> Iterator[tuple[str, str]]:
-    """Yield the searches on which another depends, each with the key that causes it."""
+    """Yield the searches on which `search` directly depends, each after the key that causes it."""
     if search.correction is not None:
         yield "correction", search.correction
     if search.imbalance in config.runs:
@@ -203,7 +204,7 @@ def read_preset(model: str, choice: ModelChoice, file: str) -> Section:
 
 
 def _beside(path: Path, folder: Path) -> Path:
-    """Return a path; if it does not exist, the one next to the configuration."""
+    """Return a path; if it exists only next to the configuration, the path there."""
     return path if path.exists() or not (folder / path).exists() else folder / path
 
 
@@ -231,7 +232,7 @@ def check_model_keys(name: str, model: Section, preset: Section, file: str) -> N
 
 
 def _is_alike(value: object, usual: object) -> bool:
-    """Return whether a value may replace a default: of its type, and a number up to 2^31 - 1, positive like it."""
+    """Return whether a value may replace a default: same type; a number below 2^31, positive if the default is."""
     if value is None or usual is None:
         return True
     if isinstance(usual, bool) or not isinstance(usual, int | float):
@@ -242,9 +243,9 @@ def _is_alike(value: object, usual: object) -> bool:
 
 
 def _config_class_keys(model_type: str) -> tuple[set[str], dict[str, str]]:
-    """The fields and the aliases of a Hugging Face configuration class, read from its source.
+    """Return the fields and the aliases of a Hugging Face configuration class, read from its source.
 
-    Importing transformers takes seconds, which every call of snakemake would pay for.
+    The class is not imported: importing transformers would add seconds to every call of snakemake.
     """
     package = importlib.util.find_spec("transformers")
     origin = Path(package.origin).parent if package is not None and package.origin else Path()
@@ -275,11 +276,11 @@ def _hint(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]}?" if close else f"known are {', '.join(names)}"
 
 
-# Reading configuration files strictly: without control characters in any text.
+# Strict reading of configuration files: no text may contain control characters.
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The content of a YAML file whose outermost value is a mapping; raises BadInput with the line."""
+    """Return the content of a YAML file whose outermost value is a mapping; raise BadInput naming a wrong line."""
     try:
         content = mapping(read_bytes(path, MAX_BYTES), path)
     except Unusable as error:
@@ -289,7 +290,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def check_texts(content: object, file: str) -> None:
-    """Raise BadInput naming the place of a key that is not text, or of a text with control characters."""
+    """Raise BadInput naming the place of a key that is not text, or of text with control characters."""
     try:
         check_keys(content, file)
     except Unusable as error:

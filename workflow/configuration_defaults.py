@@ -1,4 +1,4 @@
-"""Every key of a configuration with its default and its meaning, as its types have them: config/defaults.yaml.
+"""Writes config/defaults.yaml: every key of a configuration with its default and its meaning, from its types.
 
 python workflow/configuration_defaults.py            # write it, in the repository's root
 python workflow/configuration_defaults.py --check    # exit 1 if it is not up to date
@@ -41,7 +41,7 @@ def generated() -> str:
 
 
 def _kind_of_section(field: msgspec.structs.FieldInfo) -> Any:  # noqa: ANN401 (a type, or None)
-    """The type of a section or of its entries; None for a single value."""
+    """Return the struct type of a section, or of the entries of a section; None if the field is a single value."""
     kinds = [kind for kind in (field.type, *get_args(field.type)) if isinstance(kind, type)]
     return next((kind for kind in kinds if issubclass(kind, msgspec.Struct)), None)
 
@@ -69,7 +69,7 @@ def _default(field: msgspec.structs.FieldInfo) -> Any:  # noqa: ANN401 (JSON)
 
 
 def _meanings(kind: type[msgspec.Struct]) -> dict[str, str]:
-    """Return the documentation of a type's fields, including bases in other packages."""
+    """Return the docstrings of a type's fields by name, including fields of bases in other packages."""
     bases = [base for base in reversed(kind.__mro__) if issubclass(base, msgspec.Struct) and base is not msgspec.Struct]
     return {name: meaning for base in bases for name, meaning in field_docs(base).items()}
 

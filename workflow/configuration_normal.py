@@ -1,7 +1,8 @@
 """The canonical form of a configuration: equal meaning gives equal files and commands, so that nothing reruns.
 
-Keys at their defaults are left out, keys stand in the order of their type, and lists without an order are sorted.
-From that form follow the folders of runs and data, and the loads of experts that runs leave there.
+Keys at their defaults are left out, keys are in the order of their type's fields, and lists whose order has no meaning
+are sorted. The names of the folders of runs and data are derived from that form, and so are the paths of the loads of
+experts that runs write there.
 """
 
 import os
@@ -22,13 +23,13 @@ UNORDERED = frozenset(
     "global_batch_size log_to memory_gib micro_batch_sizes num_microbatches offload optimizer pp_sizes recompute "
     "schedules sequence_lengths sequence_parallel shard_sizes stage_widths tp_consecutive tp_sizes".split()
 )
-"""Keys of lists and mappings whose order does not matter; the order of others does, such as pictures on a page."""
+"""Keys of lists and mappings whose order has no meaning. In other lists it has one, such as pictures on a page."""
 _EXACT = 2**53
-"""Bound below which a whole number is the same as an integer and as a float."""
+"""Bound below which each whole number is represented exactly both as an integer and as a float."""
 
 
 def normal(config: Mapping[str, Any], settings: Configuration) -> dict[str, Any]:
-    """A configuration in a canonical spelling, except a model's overrides of its preset, which stay as written."""
+    """Return a configuration in canonical form, except a model's overrides of its preset, which stay as written."""
     overrides = {
         name: {key: value for key, value in config["models"][name].items() if key not in model.__struct_fields__}
         for name, model in settings.models.items()
@@ -44,7 +45,7 @@ def said(value: msgspec.Struct) -> dict[str, Any]:
     return {name: inside for name, inside in spelled.items() if inside != defaults[name]}
 
 
-# msgspec looks at a type's annotations anew at each call, which took half of the start of Snakemake.
+# Cached, as msgspec evaluates a type's annotations at each call: that took half of Snakemake's start.
 @cache
 def _defaults(kind: type[msgspec.Struct]) -> Mapping[str, Any]:
     """Return the defaults of a type's fields, in canonical form."""
@@ -81,7 +82,7 @@ BESIDE = frozenset(
     "eval_samples export grace_s hang_timeout_s keep_best keep_checkpoints keep_every log_to max_restarts max_time_s "
     "on_node_loss search trial valid_data".split()
 )
-"""Keys of a run on which its steps do not depend, or that are in its hash in another form."""
+"""Keys of a run that are not hashed as they are: its steps do not depend on them, or the hash has another form."""
 _DIGITS = 8
 
 
@@ -91,7 +92,7 @@ def folder_of_run(config: Configuration, run: str) -> str:
 
 
 def folder_of_data(config: Configuration, name: str) -> str:
-    """The name of the folder of an entry of `data`, such as `stdlib-1a2b3c4d`."""
+    """Return the name of the folder of an entry of `data`, such as `stdlib-1a2b3c4d`."""
     return _folder(name, _data(config, name))
 
 
@@ -116,14 +117,14 @@ def _folder(name: str, identity: object) -> str:
 
 
 def identity_of_run(config: Configuration, run: str) -> dict[str, Any]:
-    """Everything except its plan on which a run's steps depend: its settings, and how its data are made."""
+    """Return all on which a run's steps depend, except its plan: its settings, and how its data are made."""
     entry = config.runs[run]
     settings = {key: value for key, value in said(entry).items() if key not in BESIDE}
     return {"settings": settings, "data": _data(config, entry.data)}
 
 
 def _data(config: Configuration, name: str) -> Any:  # noqa: ANN401 (JSON: a text, an entry, or a list of entries)
-    """Return the settings from which data are made, without names and numbers of processes."""
+    """Return the settings by which data are made, without the names of entries and the number of processes."""
     if name == RANDOM:
         return RANDOM
     if (blend := config.data[name].blend) is not None:
@@ -132,7 +133,7 @@ def _data(config: Configuration, name: str) -> Any:  # noqa: ANN401 (JSON: a tex
 
 
 def located(folder: Path, name: str) -> str:
-    """Return the path of a file or folder; if it does not exist, the one next to the configuration."""
+    """Return a path; if it exists only next to the configuration, the path there."""
     beside = folder / name
     return os.path.relpath(beside) if not Path(name).exists() and beside.exists() else name
 
@@ -141,12 +142,12 @@ def located(folder: Path, name: str) -> str:
 
 
 def runs_of(config: Configuration, imbalance: Imbalance | None) -> list[str]:
-    """The file that shows that the run of a load is done, in a list that is empty for other loads."""
+    """Return a list with the DONE.json of the run that logs a load; empty for other loads."""
     return [f"results/runs/{folder_of_run(config, str(imbalance))}/DONE.json"] if imbalance in config.runs else []
 
 
 def load_options(config: Configuration, folder: Path, imbalance: Imbalance | None) -> list[str]:
-    """The load option of commands that price plans; empty at even load."""
+    """Return the option that gives the load of experts to commands that price plans; empty for even load."""
     if imbalance is None:
         return []
     if imbalance in config.runs:
@@ -162,7 +163,7 @@ def load_sha256(config: Configuration, folder: Path, imbalance: Imbalance | None
 
 
 def check_load(config: Configuration, folder: Path, imbalance: Imbalance | None, where: str, file: str) -> None:
-    """Raise BadInput if a text is neither the name of a run nor a file with a load of experts."""
+    """Raise BadInput if a string names neither a run nor a file with a load of experts."""
     if not isinstance(imbalance, str) or imbalance in config.runs:
         return
     if not (path := _load_file(folder, imbalance)).exists():

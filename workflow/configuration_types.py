@@ -38,15 +38,15 @@ from shardwright_train.options import PrepareOptions, RunOptions
 Name = Annotated[str, whole("[A-Za-z0-9][A-Za-z0-9._-]*", max_length=100)]
 Text = Annotated[str, Meta(min_length=1, max_length=1000)]
 Word = Annotated[str, whole(r"""[^\s;'"`$\\]+""", max_length=200)]
-"""A word for Slurm: neither spaces nor quotes."""
+"""A word for Slurm, without spaces and quotes."""
 
 File = Annotated[str, whole("[^{}]+", max_length=1000)]
-"""A path; braces would be wildcards of Snakemake's."""
+"""A path, without braces, which Snakemake would take for wildcards."""
 Image = Annotated[str, whole("[A-Za-z0-9._/][A-Za-z0-9._/:@+-]*", max_length=1000)]
-"""The address of an image or the path of a file, which Snakemake passes to a shell unchanged."""
+"""The address or the path of a container image; the shell to which Snakemake passes it leaves it unchanged."""
 
 Imbalance = Annotated[float, Meta(ge=1, le=MAX_DEVICES)] | File
-"""Load of the fullest rank's experts over the mean rank's; or the load of a run, by its name or its file."""
+"""Ratio of the load of the fullest rank's experts to the mean rank's; or the load of a run, by its name or file."""
 
 _NUMBER = r"[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?"
 _UP_TO = rf"([0-9]+:)?{_NUMBER}(,([0-9]+:)?{_NUMBER})*"
@@ -56,7 +56,7 @@ _Efficiency = Annotated[float, Meta(ge=1e-3, le=1)]
 RANDOM = "random"
 """Name that stands for random samples as a run's data."""
 _UNSAID: Path = msgspec.field(default_factory=Path)
-"""Default of a key whose value the workflow decides: see DECIDED."""
+"""Default of a key whose value the workflow sets: see DECIDED."""
 
 SCHEMA = "workflow/schemas/config.schema.json"
 
@@ -66,7 +66,7 @@ class Source(StrEnum):
 
     MEASURED = "measured"
     ANALYTIC = "analytic"
-    """Estimated from shapes and a table of devices, and so marked."""
+    """Estimated from shapes and a table of devices, and marked as estimated."""
 
 
 class Slurm(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,24 +80,24 @@ class Slurm(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     mem_mb: Count = 4000
     runtime_min: Count | None = None
     socket_interface: Word | None = None
-    """Network interface of gloo and NCCL between nodes, such as `ib0`; by default they choose."""
+    """Network interface that gloo and NCCL use between nodes, such as `ib0`; by default they choose one."""
 
 
 class NodeKind(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A kind of node."""
 
     device: Text
-    """The device's name as its driver gives it, or `cpu`; or `cpu/2`, which takes twice as long."""
+    """Name of the devices as the driver gives it, or `cpu`; or `cpu/2`, a CPU slowed by that factor."""
     devices_per_node: Annotated[int, Meta(ge=1, le=MAX_DEVICES)]
     """Number of devices of a node; each device is one rank."""
     profiled_devices: Annotated[int, Meta(ge=1, le=MAX_DEVICES)] | None = None
-    """Devices in use while models are profiled; null: a node's. More if several nodes are this machine."""
+    """Number of devices used to profile models; null: all of a node. More if several nodes are the same machine."""
     memory_gib: Gib
-    """Memory of one device."""
+    """Memory of one device in GiB."""
     domain_devices: Annotated[int, Meta(ge=1, le=MAX_DEVICES)] | None = None
-    """The largest number of devices in one NVLink domain, which may span nodes: 72 for GB200 NVL72; null: a node's."""
+    """Maximum number of devices in one NVLink domain, which may span nodes, as 72 for GB200 NVL72; null: one node's."""
     usd_per_hour: NonNegativeNumber | None = None
-    """Price of one node."""
+    """Price of one node in USD per hour."""
     slurm: Slurm = Slurm()
 
 
@@ -110,15 +110,15 @@ class ClusterNodes(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
     hardware_time_budget_s: PositiveSeconds | None = None
     """Seconds that the hardware sweep may take."""
     all_nodes_here: bool = False
-    """Start the ranks of all nodes on one machine, to try a cluster's plans if there is no such cluster."""
+    """Start the ranks of all nodes on one machine, to try plans for a cluster that does not exist."""
     inter_node_gbit_s: PositiveNumber | Annotated[str, whole(_RATES)] | None = None
     """Bandwidth from one node to others in Gbit/s, or `2:400,4:300+all_gather=2:200,4:150`; for analytic hardware."""
     network_step_us: Microseconds | None = None
     """Latency of one step of a collective between nodes, in µs; for analytic hardware."""
     overlap_slowdowns: Annotated[str, whole(_SLOWDOWNS)] | None = None
-    """Slowdowns of computation and collectives that overlap, as `1.25:1.1`; for analytic hardware."""
+    """Factors by which overlap slows computation and collectives, as `1.25:1.1`; for analytic hardware."""
     runtime: RuntimeName | None = None
-    """Runtime whose overlap is assumed, as in `estimate` of the profiles; for analytic hardware."""
+    """Runtime whose overlap is assumed, as in `estimate` of a profile; for analytic hardware."""
 
     def __post_init__(self) -> None:
         if self.hardware is Source.MEASURED and self.hardware_time_budget_s is None:
@@ -140,12 +140,12 @@ class ClusterNodes(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def num_machines(self) -> int:
-        """The number of machines on which the commands for all nodes are started."""
+        """Return the number of machines on which the commands for all nodes are started."""
         return 1 if self.all_nodes_here else self.num_nodes
 
     @property
     def node_types(self) -> tuple[str, ...]:
-        """The names of the cluster's node types, in the order of its ranks."""
+        """Return the names of the cluster's node types, in the order of its ranks."""
         return tuple(dict.fromkeys(group.node_type for group in self.nodes))
 
 
@@ -170,30 +170,30 @@ class ModelChoice(Value, frozen=True, kw_only=True, forbid_unknown_fields=False)
 
 
 class Estimate(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The figures of an analytic profile's devices, as options of `shardwright profile analytic`."""
+    """Figures of the devices of an analytic profile, as options of `shardwright profile analytic`."""
 
     runtime: RuntimeName | None = None
     """Runtime whose kernels are assumed."""
     attention: AttentionKernel | None = None
-    """Attention kernel whose rate is taken."""
+    """Attention kernel whose rate is assumed."""
     fused: bool = False
-    """Take norms and activation functions as one kernel each."""
+    """Assume one kernel for each norm and each activation function."""
     dispatcher: Dispatcher | None = None
-    """How rows get to the ranks of their experts."""
+    """How rows are sent to the ranks of their experts."""
     overlap_experts: bool = False
-    """Exchanges of experts overlap with computation of another micro-batch."""
+    """Assume that the exchanges of experts overlap with the computation of another micro-batch."""
     graphs: Graphs | None = None
-    """What CUDA graphs replay."""
+    """Parts of the model that CUDA graphs replay."""
     fused_experts: bool = False
-    """Take experts as one operator."""
+    """Assume one operator for the experts of a layer."""
     launch_us: Microseconds | None = None
-    """Time of the host for each kernel, in µs; 0 if CUDA graphs replay kernels."""
+    """Time of the host to launch one kernel, in µs; 0 if CUDA graphs replay all kernels."""
     context_mib: NonNegativeCount | None = None
-    """MiB of CUDA's context on a device."""
+    """Memory of a CUDA context on a device, in MiB."""
     communicator_mib: NonNegativeCount | None = None
-    """MiB of the buffers of one NCCL communicator."""
+    """Buffers of one NCCL communicator, in MiB."""
     allocator_slack_mib: NonNegativeCount | None = None
-    """MiB that the allocator keeps unused."""
+    """Device memory that the allocator has reserved but does not use, in MiB."""
     matrix_efficiency: _Efficiency | None = None
     """Ratio of reached to published rate of matrix products."""
     memory_efficiency: _Efficiency | None = None
@@ -201,16 +201,16 @@ class Estimate(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Profile(ProfileSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a model is measured, and for how long."""
+    """What is measured of a model, and for how long; or from what it is estimated."""
 
     source: Source = Source.MEASURED
     estimate: Estimate | None = None
-    """Figures of an analytic profile that are known better than the defaults."""
+    """Figures of an analytic profile that differ from the defaults."""
     steps: Count | None = None
-    """Measured steps of each probe."""
+    """Number of measured steps of each probe."""
     warmup_steps: Count | None = None
     min_time_s: Seconds = 0.0
-    """Minimum seconds that each probe is measured for."""
+    """Minimum time for which each probe is measured, in seconds."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -225,7 +225,7 @@ class Data(PrepareOptions, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     text: str = ""
     blend: dict[Name, Annotated[float, Meta(gt=0, le=1e9)]] | None = None
-    """Weights of other entries, instead of a text."""
+    """Weights of other entries of `data` by name, instead of `text`."""
     out: Path = _UNSAID
 
 
@@ -243,20 +243,20 @@ class Search(SearchRequest, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     correction: Name | None = None
     """Name of a search whose measured plans correct this search's predictions."""
     imbalance: Imbalance | None = None
-    """Ratio of the positions of the fullest rank's experts to the mean rank's, from 1; or a run, or the load.json of
-    one, that logged the load of experts. null: the same number for each expert."""
+    """Ratio of the positions of the fullest rank's experts to the mean rank's, of at least 1; or a run that logs the
+    load of experts, or its load.json. null: the same number of positions for each expert."""
 
 
 class Run(RunOptions, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=False):
-    """A training run with a search's plan."""
+    """A training run with the plan of a search."""
 
     search: Name
     data: Name  # type: ignore[assignment]
-    """Name of an entry of `data`, for options that take its folder; `random`: random samples."""
+    """Name of an entry of `data` to train on; `random`: random samples."""
     valid_data: Name | None = None  # type: ignore[assignment]
     """Name of an entry of `data` to evaluate on."""
     export: bool | Literal["best"] = False
-    """Write model/ in the run's folder, which transformers opens: of the last checkpoint, or of the best."""
+    """Write model/, which transformers can open, in the run's folder: from the last checkpoint, or from the `best`."""
     plan: Path = _UNSAID
     out: Path = _UNSAID
     checkpoints: Path = _UNSAID
@@ -271,7 +271,7 @@ class Validate(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Configuration(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The sections of a configuration; all but the last three are named entries."""
+    """The sections of a configuration; those from node_types to runs contain entries by name."""
 
     node_types: dict[Name, NodeKind]
     clusters: dict[Name, ClusterNodes]
@@ -282,12 +282,12 @@ class Configuration(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
     runs: dict[Name, Run]
     validate: Validate
     pictures: tuple[File, ...] = ()
-    """Additional pictures for the report, SVG, of rent fronts: `results/grids/fasop/fronts/bert/front.svg`, made for
-    it."""
+    """Additional pictures for the report, SVG, such as `results/grids/fasop/fronts/bert/front.svg`, which is made if
+    it is listed here."""
     container: Image | None = None
-    """The image that every job runs in under `--sdm apptainer`, such as `shardwright.sif`: `docs/containers.md`."""
+    """Image in which every job runs under `--sdm apptainer`, such as `shardwright.sif`; see `docs/containers.md`."""
     rerun_on_upgrade: bool = False
-    """Whether another version of the programs repeats descriptions, estimates, fits and searches; measurements stay."""
+    """Repeat descriptions, estimates, fits and searches if the programs' version changes; measurements are kept."""
 
 
 DECIDED: dict[str, dict[str, str]] = {
@@ -304,7 +304,7 @@ DECIDED: dict[str, dict[str, str]] = {
         ("replan_hardware", "replan_profile", "replan_search", "replan_imbalance"), "the run's search sets them"
     ),
 }
-"""Keys of the stages' types that a configuration does not hold, by section, and why."""
+"""Keys of the stages' types that cannot be set in a configuration, by section, with the reason."""
 
 
 def components(kind: type) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The rules' environments for `snakemake --sdm conda`: packages of pyproject.toml, pinned as in constraints.txt.
+"""The environments of rules for `snakemake --sdm conda`: packages of pyproject.toml, pinned as in constraints.txt.
 
 python workflow/environments.py            # write workflow/envs/*.yaml, in the repository's root
 python workflow/environments.py --check    # exit 1 if they are not up to date
@@ -13,7 +13,7 @@ from pathlib import Path
 from shardwright.schema.generate import write_or_check
 
 _WORKFLOW = ("pandas",)
-"""What scripts of the workflow need beside the product: tables of grids."""
+"""Packages that scripts of the workflow need in addition to the product: for the tables of grids."""
 
 
 def generated(root: Path) -> dict[str, str]:
@@ -46,7 +46,7 @@ def _text(requirements: Iterable[str], versions: dict[str, str], python: str) ->
 
 
 def _canonical(name: str) -> str:
-    """Return a package name in the form that package indexes compare."""
+    """Return a package name in the normalized form that package indexes compare."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 

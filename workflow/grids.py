@@ -1,4 +1,4 @@
-"""Grids: models x clusters x memory budgets x batch sizes x search spaces, as requested by config/grids/*.yaml."""
+"""Grids of searches in config/grids/*.yaml: models x clusters x memory budgets x batch sizes x search spaces."""
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -20,12 +20,12 @@ from shardwright.io import BadInput, Document, Value
 from shardwright.types import GIB, MAX_DEVICES, Cluster, Count, Gib, NonNegativeNumber, PositiveNumber
 from shardwright_search.space.request import Counts, Grid, SearchRequest, Space
 
-# The types of a file of config/grids.
+# The types of the content of a file of config/grids.
 
 
 Devices = Annotated[int, Meta(ge=1, le=MAX_DEVICES)]
 Gibs = Annotated[tuple[Gib | None, ...], Meta(min_length=1)]
-"""Budgets of one device in GiB; null: all that each device has."""
+"""Memory budgets of one device in GiB; null: all the memory of each device."""
 
 
 class Profiles(StrEnum):
@@ -34,7 +34,7 @@ class Profiles(StrEnum):
     REFERENCE = "reference"
     """Published profiles, imported by `snakemake reference`."""
     OWN = "own"
-    """Profiles of the models and clusters of the configuration."""
+    """Profiles of models and clusters that the configuration has."""
 
 
 class GridCluster(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,29 +44,29 @@ class GridCluster(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     nodes: Devices
     devices_per_node: Devices
     memory_gib: Gib
-    """GiB of one device; budgets are at most that."""
+    """Memory of one device in GiB, which no budget may exceed."""
     usd_per_hour: NonNegativeNumber | None = None
-    """Price of one node, which fronts need."""
+    """Price of one node in USD per hour, which fronts need."""
 
 
 class MixedCluster(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A cluster composed of nodes of several other clusters of the grid."""
 
     nodes_of: Annotated[dict[Name, Devices], Meta(min_length=2)]
-    """Number of nodes from each cluster, in this order; links and profiles are these clusters'."""
+    """Number of nodes from each cluster, in this order; their links and profiles are taken from these clusters."""
 
 
 class PublishedTime(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A published step time of the authors' best plan, shown next to ours for the same sizes."""
+    """A published step time of the authors' best plan, shown next to ours for the same budget and batch."""
 
     cluster: Name
     memory_gib: Gib | None = None
     global_batch_size: Count
     step_s: PositiveNumber
     plan: Text
-    """Their plan in words."""
+    """The authors' plan in words."""
     space: str | None = None
-    """The grid's space that is theirs, whose best plan is shown, too."""
+    """The grid's space that equals the authors' search space; its best plan is shown as well."""
 
 
 class Front(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,13 +75,13 @@ class Front(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: Name
     """Name of a model of the grid."""
     cluster: Name
-    """Name of a cluster with the maximum number of nodes of each type that can be rented."""
+    """Name of a cluster that has as many nodes of each type as can be rented."""
     global_batch_size: Count
     space: str = str(Space.FULL)
     memory_gib: Gib | None = None
-    """Budget of one device; null: all that it has."""
+    """Memory budget of one device in GiB; null: all its memory."""
     published_step_s: dict[str, PositiveNumber] = field(default_factory=dict)
-    """Step times that others state, by nodes such as 1xa100+3xa10, in the order of the cluster's node types."""
+    """Published step times in seconds by nodes, such as 1xa100+3xa10, in the order of the cluster's node types."""
 
 
 class Published(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -94,25 +94,25 @@ class Published(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Path of its strategy file, below galvatron/models."""
     sequence_parallel: Literal["none", "megatron"] = "none"
     num_microbatches: Count | None = None
-    """Number of microbatches instead of the file's, if the file's have unequal sizes."""
+    """Number of microbatches, instead of the file's number if that gives unequal sizes."""
 
 
 class Even(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A plan that is not searched: equally many layers on each pipeline stage, all of one strategy."""
+    """A plan that is not searched: the same number of layers on each pipeline stage, all with one strategy."""
 
     pp: Count
     """Number of pipeline stages."""
     num_microbatches: Count
     tp: Count = 1
-    """Ranks of a tensor-parallel group; the remaining ranks of a stage are data-parallel."""
+    """Number of ranks of a tensor-parallel group; the remaining ranks of a stage are data-parallel."""
     cp: Count = 1
-    """Parts of the positions of a sample, in attention, too."""
+    """Number of ranks over which the positions of a sample are split, also in attention (context parallelism)."""
     context: Literal["gather", "ring"] = "gather"
-    """Whether keys and values of other ranks are gathered, or sent round."""
+    """Whether the keys and values of other ranks are gathered, or passed around a ring."""
     ep: Count | None = None
-    """Number of groups over which experts are distributed; null: each rank has its part of the features of all."""
+    """Number of groups over which experts are distributed; null: each rank has a part of every expert's features."""
     etp: Count | None = None
-    """Ranks that share the features of each expert of a part."""
+    """Number of ranks over which the features of each expert of a group are split."""
 
 
 class GridModel(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -120,22 +120,22 @@ class GridModel(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     clusters: Annotated[tuple[Name, ...], Meta(min_length=1)]
     profile: Text | None = None
-    """Imported profile of a reference model; by default named as the model. {device} stands for the cluster's."""
+    """Imported profile of a reference model; by default it has the model's name. {device}: the cluster's device."""
     description: Name | None = None
     """Name of the model file, or of the configuration's model for own profiles; by default the model's name."""
     memory_gib: Gibs | None = None
     global_batch_size: Counts | None = None
     search: dict[str, Any] = field(default_factory=dict)
     imbalance: Imbalance | None = None
-    """Load of experts, in the same form as for a search of the configuration."""
+    """Load of experts, in the same form as in a search of the configuration."""
     published: tuple[Published, ...] = ()
     published_times: tuple[PublishedTime, ...] = ()
     even: Even | None = None
-    """Even plan to compare with the searched ones."""
+    """Even plan that is compared with the searched plans."""
 
 
 class Measured(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The numbers of steps for which the plans of a grid are measured."""
+    """The numbers of steps in the measurement of a grid's plans."""
 
     steps: Count
     warmup_steps: Count
@@ -149,23 +149,23 @@ class GridSettings(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
     clusters: dict[Name, GridCluster] = field(default_factory=dict)
     """Clusters of a grid with reference profiles."""
     mixed_clusters: dict[Name, MixedCluster] = field(default_factory=dict)
-    """Clusters of several devices of a grid with reference profiles."""
+    """Clusters with several types of devices, of a grid with reference profiles."""
     memory_gib: Gibs
     global_batch_size: Counts
     source_of_times: Text | None = None
-    """Who states the published times."""
+    """Source of the published times."""
     spaces: Annotated[tuple[str, ...], Meta(min_length=1)]
     """Search spaces, with `full` among them."""
     search: dict[str, Any] = field(default_factory=dict)
-    """Further keys of every search."""
+    """Further keys that every search of the grid has."""
     fronts: dict[Name, Front] = field(default_factory=dict)
     measure: Measured | None = None
-    """Run every plan for some steps."""
+    """Measure every plan, for so many steps; null: do not run plans."""
 
 
 _REFERENCE = "results/reference"
 CELLS_OF_A_PART = 64
-"""Cells of a part, which is searched in a job of its own."""
+"""Number of cells in a part, which is searched in its own job."""
 
 
 class Inputs(NamedTuple):
@@ -174,19 +174,19 @@ class Inputs(NamedTuple):
     cluster: str
     model: str
     hardware: tuple[str, ...]
-    """Hardware profiles, one of each device's links."""
+    """Paths of the hardware profiles, one for the links of each type of device."""
     profile: tuple[str, ...]
-    """Model profiles, one of the model on each device."""
+    """Paths of the model profiles, one for each type of device."""
 
 
 class GridFile:
-    """A grid, with the documents, commands and paths of its files."""
+    """A grid, with the content of its files, their paths, and the commands of its jobs."""
 
     def __init__(self, file: Path, workflow: Workflow) -> None:
         self._workflow = workflow
         self.file = file
         self.folder = f"results/grids/{file.stem}"
-        """Folder of the grid's parts."""
+        """Folder of the grid's files."""
         settings = converted(read_yaml(self.file), GridSettings, "", str(self.file))
         self.settings = converted(said(settings), GridSettings, "", str(self.file))
         self._is_local = self.settings.profiles is Profiles.OWN
@@ -203,25 +203,25 @@ class GridFile:
 
     @cached_property
     def pairs(self) -> tuple[tuple[str, str], ...]:
-        """Return every model with each of its clusters."""
+        """Return every (model, cluster) of the grid."""
         return tuple((name, cluster) for name, model in self.settings.models.items() for cluster in model.clusters)
 
     def parts(self, folder: str) -> list[str]:
-        """The path of a file of every pair in one of the grid's folders."""
+        """Return the path of every (model, cluster) pair's file in one of the grid's folders."""
         return [f"{self.folder}/{folder}/{model}@{cluster}.json" for model, cluster in self.pairs]
 
     @property
     def measurements(self) -> list[str]:
-        """The paths of the grid's measurements; empty if its plans are not run."""
+        """Return the paths of the grid's measurements; empty if its plans are not run."""
         return self.parts("measured") if self.settings.measure else []
 
     @property
     def fronts(self) -> list[str]:
-        """The paths of the tables of the grid's fronts."""
+        """Return the path of the table of each front of the grid."""
         return [f"{self.folder}/fronts/{name}/front.csv" for name in self.settings.fronts]
 
     def waits_for(self, model: str, cluster: str) -> dict[str, Any]:
-        """The inputs of a job that searches a pair: its files, the run of its load, and the tables of Galvatron."""
+        """Return the inputs of a job that searches a pair: its files, the run of its load, and Galvatron's tables."""
         sdist = [f"{_REFERENCE}/hetu-galvatron"] if [*self.published(model, cluster)] else []
         runs = runs_of(self._workflow.settings, self.settings.models[model].imbalance)
         return {**self.inputs(model, cluster)._asdict(), "load": runs, "sdist": sdist}
@@ -232,27 +232,27 @@ class GridFile:
         return {**self.waits_for(front.model, front.cluster), "sdist": []}
 
     def load_sha256(self, model: str) -> str:
-        """The hash of the file of a model's load of experts; empty for other loads."""
+        """Return the hash of the file with a model's load of experts; an empty string for other loads."""
         imbalance = self.settings.models[model].imbalance
         return load_sha256(self._workflow.settings, self._workflow.folder, imbalance)
 
     def cells_json(self, model: str, cluster: str) -> str:
-        """The grid document of a model on a cluster: its searches."""
+        """Return the grid document with all searches of a model on a cluster, as JSON."""
         return self._document(Grid, {"searches": self._cells(model, cluster)})
 
     def part_json(self, model: str, cluster: str, part: int) -> str:
-        """The grid document of one part of the searches of a model on a cluster."""
+        """Return the grid document with one part of the searches of a model on a cluster, as JSON."""
         return self._document(
             Grid, {"searches": self._cells(model, cluster)[part * CELLS_OF_A_PART : (part + 1) * CELLS_OF_A_PART]}
         )
 
     def answered_parts(self, model: str, cluster: str) -> list[str]:
-        """Return the files of answers of a pair's parts; empty if one job searches the whole pair."""
+        """Return the paths of the answers to a pair's parts; empty if one job searches the whole pair."""
         parts = ceil(len(self._cells(model, cluster)) / CELLS_OF_A_PART)
         return [f"{self.folder}/answers/{model}@{cluster}/{part}.json" for part in range(parts) if parts > 1]
 
     def part_words(self, model: str, cluster: str) -> list[str]:
-        """The options of the command that searches a part."""
+        """Return the options of the command that searches a part."""
         return spelled_options({**self._named(model, cluster), "folder": "results/cells"})
 
     def _cells(self, model: str, cluster: str) -> list[Mapping[str, Any]]:
@@ -267,20 +267,20 @@ class GridFile:
 
     @property
     def published_times_json(self) -> str:
-        """Return the published step times for the grid's cells and its fronts."""
+        """Return the published step times for the grid's cells and fronts, as JSON."""
         models, fronts = self.settings.models.items(), self.settings.fronts.items()
         cells = [{"model": name, **asdict(each)} for name, model in models for each in model.published_times]
         by_nodes = {name: front.published_step_s for name, front in fronts if front.published_step_s}
         return json.dumps({"source": self.settings.source_of_times, "cells": cells, "fronts": by_nodes})
 
     def front_json(self, name: str) -> str:
-        """Return the search document of a front."""
+        """Return the search document of a front, as JSON."""
         front = self.settings.fronts[name]
         search = self._search(front.model, name, front.memory_gib, front.global_batch_size, front.space)
         return self._document(SearchRequest, search)
 
     def cluster_json(self, name: str) -> str:
-        """The document of a cluster that published tables are of."""
+        """Return the cluster document, as JSON, of a cluster whose tables are published."""
         clusters, parts = self.settings.clusters, self._nodes_of(name)
         types = {part: clusters[part].device.lower() for part in parts}
         nodes = [{"node_type": types[part], "count": count} for part, count in parts.items()]
@@ -288,12 +288,12 @@ class GridFile:
         return self._document(Cluster, {"name": name, "nodes": nodes, "node_types": node_types})
 
     def _nodes_of(self, cluster: str) -> Mapping[str, int]:
-        """The number of nodes by cluster of a single device."""
+        """Return a cluster's number of nodes by cluster with one type of device, of which it is composed."""
         mixed = self.settings.mixed_clusters.get(cluster)
         return mixed.nodes_of if mixed else {cluster: self.settings.clusters[cluster].nodes}
 
     def inputs(self, model: str, cluster: str) -> Inputs:
-        """Return the files that a search of a pair reads."""
+        """Return the paths of the files that a search of a pair reads."""
         described = self._described(model)
         if self._is_local:
             node_types = self._workflow.settings.clusters[cluster].node_types
@@ -313,7 +313,7 @@ class GridFile:
         )
 
     def commands(self, model: str, cluster: str) -> list[str]:
-        """The commands of a pair's job, for `shardwright batch`: plans that are not searched, then the cells."""
+        """Return the commands of a pair's job, for `shardwright batch`: plans that are not searched, then the cells."""
         given = [*self._imports(model, cluster), *self._even_plans(model, cluster)]
         priced = (
             command_line("evaluate", plan, **self._profiles(model, cluster), out=_beside(plan)) for plan, _ in given
@@ -331,7 +331,7 @@ class GridFile:
         return ["rent", *spelled_options({**named, "search": f"{folder}.search.json", "out": folder})]
 
     def published(self, model: str, cluster: str) -> Iterator[tuple[str, Published]]:
-        """The published plans of a pair, each with the path of the imported plan."""
+        """Yield the published plans of a pair, each with the path of the imported plan."""
         for plan in self.settings.models[model].published:
             if plan.cluster == cluster:
                 size = _size_name(plan.memory_gib, plan.global_batch_size)
@@ -363,7 +363,7 @@ class GridFile:
             )  # fmt: skip
 
     def _profiles(self, model: str, cluster: str) -> dict[str, Any]:
-        """The options that give a command the profiles and load of a pair."""
+        """Return the options that give a command the profiles and load of a pair."""
         files, workflow = self.inputs(model, cluster), self._workflow
         words = load_options(workflow.settings, workflow.folder, self.settings.models[model].imbalance)
         load = {"imbalance": words[1]} if words else {}
@@ -374,7 +374,7 @@ class GridFile:
         return {"cluster": files.cluster, "model": files.model, **self._profiles(model, cluster)}
 
     def _described(self, model: str) -> str:
-        """The name of the model's file, or of the configuration's model."""
+        """Return the name of the model's file or, for own profiles, of the configuration's model."""
         return self.settings.models[model].description or model
 
     def _search(self, model: str, name: str, memory_gib: float | None, batch: int, space: str) -> Mapping[str, Any]:
@@ -446,19 +446,19 @@ def _beside(plan: str) -> str:
 
 
 def _ascending(size: tuple[float | None, int]) -> tuple[bool, float, int]:
-    """Return a sort key: by budget, with the whole device last, then by batch size."""
+    """Return a sort key of a (budget, batch size): by budget, with the whole device last, then by batch size."""
     return size[0] is None, size[0] or 0.0, size[1]
 
 
 def _size_name(memory_gib: float | None, batch: int) -> str:
-    """The prefix of the cells' names for a budget and batch, which also names the published plan for both."""
+    """Return the prefix of cell names for a budget and a batch size; a published plan for both has it as its name."""
     return f"whole-b{batch}" if memory_gib is None else f"m{memory_gib:g}-b{batch}"
 
 
 def read_grids(folders: Iterable[Path], workflow: Workflow) -> dict[str, GridFile]:
     """Return the grids in the folders' `grids/` by name, except those with models or clusters not configured.
 
-    A grid of a later folder replaces an earlier one of its name. Raises BadInput.
+    A grid of a later folder replaces one of the same name. Raises BadInput if a file is no valid grid.
     """
     files = {path.stem: path for folder in folders for path in sorted((folder / "grids").glob("*.yaml"))}
     grids = {name: GridFile(path, workflow) for name, path in files.items()}

@@ -36,24 +36,24 @@ class Reference:
 
     @property
     def requirement(self) -> str:
-        """The distribution whose sources have Galvatron's tables."""
+        """Return the requirement, such as `name==version`, of the package whose sources contain Galvatron's tables."""
         return str(self.galvatron["requirement"])
 
     @property
     def sha256(self) -> str:
-        """Return the SHA-256 of the sources."""
+        """Return the SHA-256 of that package's source archive."""
         return str(self.galvatron["sha256"])
 
     def configs(self) -> list[str]:
-        """The path of each model's Hugging Face configuration."""
+        """Return the path of each model's Hugging Face configuration."""
         return [f"{_FOLDER}/models/{name}/config.json" for name in self._described]
 
     def config_json(self, name: str) -> str:
-        """Return the Hugging Face configuration of a model: its preset's, with the differing keys."""
+        """Return the Hugging Face configuration of a model as JSON: its preset's, with the keys that differ."""
         return self._config(self._described[name])
 
     def lines(self, batch: str) -> list[str]:
-        """The commands of the batch `describe` or `import`."""
+        """Return the commands of a batch, one per line; `batch`: `describe` or `import`."""
         return self.describe_lines() if batch == "describe" else self.import_lines()
 
     def described(self) -> list[str]:
@@ -65,7 +65,7 @@ class Reference:
         return list(outputs(self.import_lines()))
 
     def describe_lines(self) -> list[str]:
-        """The commands that describe every model at every length, for `shardwright train batch`."""
+        """Return the commands that describe every model at every length, for `shardwright train batch`."""
         lengths = ((name, length) for name, model in self._described.items() for length in model["sequence_lengths"])
         return [
             command_line(

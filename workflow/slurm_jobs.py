@@ -24,34 +24,34 @@ from shardwright.types import ITEMSIZE, Plan, Prediction, StepMetrics
 from shardwright_train.checkpoints.folders import METRICS, folder_of_run
 
 START_S = 30.0
-"""Seconds for the signal's way to the ranks and their end, besides steps and saves: an assumption."""
+"""Assumed seconds until the signal reaches the ranks and until they end, in addition to steps and saves."""
 SAVE_BYTES_PER_S = 200e6
-"""Bytes per second that a shared file system takes in from one node: a low assumption, until a save was measured."""
+"""Bytes per second that one node writes to a shared file system: a low assumption, used until a save is measured."""
 _MOST = 4
-"""An orderly stop may take at most this fraction of a job's time, unless `grace_s` is set."""
+"""Divisor of a job's time: a stop in order may take at most that part of it, unless `grace_s` is set."""
 _SAVES = 2
-"""Number of saves to allow for: one may be under way when the signal comes."""
+"""Number of saves to allow for: one may be in progress when the signal comes."""
 _STEPS = 2
-"""Number of steps to allow for: the one that the signal comes in, and one in case steps are slower than predicted."""
+"""Number of steps to allow for: the one during which the signal comes, and one in case steps are slow."""
 _NAMED = {"slurm_partition": "-p", "slurm_account": "-A", "constraint": "-C"}
-"""Resources that are left to the profile if no node type sets them, and the options of sbatch they become."""
+"""Resources that Snakemake's profile sets if no node type does, with the options of sbatch that they become."""
 
 
 class Component(NamedTuple):
-    """A component of a heterogeneous job: equal nodes that are neighbours in rank order."""
+    """A component of a heterogeneous job: nodes of one type that are consecutive in rank order."""
 
     nodes: int
     slurm: Slurm
 
     def named(self, defaults: Mapping[str, str]) -> dict[str, str]:
-        """Return the resources of `_NAMED` that the node type sets, or else these defaults."""
+        """Return the resources of `_NAMED` that the node type sets, else their values in `defaults`."""
         set_here = zip(_NAMED, (self.slurm.partition, self.slurm.account, self.slurm.constraint), strict=True)
         values = ((name, defaults.get(name) if value is None else value) for name, value in set_here)
         return {name: value for name, value in values if value is not None}
 
 
 def components_of(cluster: ClusterNodes, node_types: Mapping[str, NodeKind]) -> tuple[Component, ...]:
-    """Return a cluster's nodes in rank order, grouped by type; one node if it stands for all."""
+    """Return a cluster's nodes in rank order, grouped by type; one node if all ranks are started on one machine."""
     if cluster.all_nodes_here:
         return (Component(1, node_types[cluster.node_types[0]].slurm),)
     return tuple(
@@ -61,7 +61,7 @@ def components_of(cluster: ClusterNodes, node_types: Mapping[str, NodeKind]) -> 
 
 
 def job_minutes(components: Sequence[Component], runtime_min: int) -> int:
-    """Return the minutes of a job on these nodes: the least of their types' limits, else the given minutes."""
+    """Return the minutes of a job on these nodes: the minimum over their types, each by default `runtime_min`."""
     return min(component.slurm.runtime_min or runtime_min for component in components)
 
 
@@ -70,15 +70,15 @@ def job_resources(
 ) -> dict[str, int | str]:
     """Return the resources of a job on these nodes for Snakemake: `runtime` in minutes, `mem_mb` for each node.
 
-    `mpi` tells the plugin that the job starts srun itself; on_nodes.sh is told `node_groups`, as one word. The other
-    resources are the first component's; those after it are in `slurm_extra`, which comes last in the options of
-    sbatch. `defaults` are the resources of the profile, which hold if a node type does not say them; `each` are
-    further options of all.
+    `mpi` tells the plugin that the job starts srun itself; `node_groups` is an argument of on_nodes.sh. The other
+    resources describe the first component. The other components are in `slurm_extra`, which comes last in the options
+    of sbatch. `defaults`: the resources of Snakemake's profile, used if a node type does not set them. `each`: further
+    options of sbatch for every component.
     """
     first, *others = components
     profile = defaults or {}
     minutes = job_minutes(components, runtime_min)
-    # Slurm loses a job of which some components may be queued again and others not.
+    # Slurm loses a job if some of its components may be queued again and others may not.
     each = " ".join(filter(None, ("--requeue" if others else "", each)))
     asked: dict[str, int | str] = {
         "nodes": first.nodes,
@@ -96,14 +96,14 @@ def job_resources(
 
 
 def _started(component: Component, nodes: int) -> str:
-    """A component in the form that on_nodes.sh reads; a single node needs no interface."""
+    """Return a component in the form that on_nodes.sh reads; a single node needs no interface."""
     interface = component.slurm.socket_interface if nodes > 1 else None
     at = f"@{interface}" if interface else ""
     return f"{component.nodes}x{component.slurm.cpus_per_node}{at}"
 
 
 def _extra(component: Component, each: str) -> str:
-    """The options of sbatch that the plugin has no resource for."""
+    """Return the options of sbatch for which the plugin has no resource."""
     gpus = component.slurm.gpus_per_node
     return " ".join(filter(None, ("--exclusive", f"--gpus-per-node={gpus}" if gpus else "", each)))
 
@@ -111,7 +111,8 @@ def _extra(component: Component, each: str) -> str:
 def _options(component: Component, minutes: int, defaults: Mapping[str, str], each: str) -> str:
     """Return all options of a component that the plugin does not set itself.
 
-    It refuses in `slurm_extra` what it says itself, of the first component: these are spelled so that it does not.
+    The plugin refuses options in `slurm_extra` that it sets itself for the first component. They are spelled here in a
+    way that it does not recognize.
     """
     slurm, nodes = component.slurm, component.nodes
     named = component.named(defaults).items()
@@ -123,12 +124,12 @@ def _options(component: Component, minutes: int, defaults: Mapping[str, str], ea
 def signal_lead_s(
     plan: Path, prediction: Path, checkpoints: Path, parent: Path | None, grace_s: float | None, job_min: int
 ) -> int:
-    """Return the seconds before a job's end at which Slurm signals it: `grace_s`, else the duration of a stop.
+    """Return the seconds before a job's end at which Slurm signals it: `grace_s`, else the duration of a stop in order.
 
-    A stop takes two predicted steps, a start, and two saves: as long as the longest that the run's metrics tell of, or
-    else as the nodes take at an assumed rate. `parent` is the checkpoint that a branch begins with. A stop is given a
-    quarter of the job at most, and all of that if the plan or its prediction cannot be used; a warning says so and
-    names the way out. Raises FileNotFoundError while the plan's files are not there yet.
+    A stop takes two predicted steps, `START_S`, and two saves. A save takes as long as the longest one in the run's
+    metrics, or else as long as the nodes need at an assumed rate. A stop gets at most a quarter of the job, and exactly
+    that if the plan or its prediction cannot be used; a warning says so, with a remedy. `parent`: the checkpoint from
+    which a run branches. Raises FileNotFoundError while the plan's files do not exist yet.
     """
     if grace_s is not None:
         return ceil(grace_s)
@@ -157,10 +158,10 @@ def signal_lead_s(
 
 
 def _measured_save_s(metrics: Path) -> float | None:
-    """The seconds of the longest save in a run's metrics; None if there is none."""
+    """Return the seconds of the longest save in a run's metrics; None if they have no save."""
     longest_s = None
     for number, line in enumerate(metrics.read_bytes().splitlines() if metrics.is_file() else (), start=1):
-        if b'"save_s"' not in line or line[-1:] != b"}":  # the last one may be cut off
+        if b'"save_s"' not in line or line[-1:] != b"}":  # the last line may be incomplete
             continue
         try:
             save_s = msgspec.json.decode(line, type=StepMetrics).save_s
@@ -178,9 +179,9 @@ def _warn_once(text: str) -> None:
 
 
 def _predicted_step_s(file: Path, plan: Plan, prediction: Path) -> float:
-    """Return the predicted step time of a searched plan.
+    """Return the predicted step time of a searched plan, in seconds.
 
-    Raises BadInput if the prediction cannot be read, or is about another plan.
+    Raises BadInput if the prediction cannot be read, or belongs to another plan.
     """
     predicted = read_document(prediction, Prediction)
     if plan.sha256 != predicted.plan_sha256:
@@ -189,6 +190,6 @@ def _predicted_step_s(file: Path, plan: Plan, prediction: Path) -> float:
 
 
 def is_array(rule: str, executor_settings: object) -> bool:
-    """Return whether an executor for Slurm submits the jobs of a rule as an array; others have no such setting."""
+    """Return whether an executor submits the jobs of a rule as a Slurm array; only executors for Slurm do."""
     asked = getattr(executor_settings, "array_jobs", None) or ""
     return not {rule, "all"}.isdisjoint(re.split("[,; ]+", asked))

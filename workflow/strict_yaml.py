@@ -1,7 +1,7 @@
 """Strict reading of YAML files, and a placeholder for an unread one, with Snakemake's own dependencies only.
 
-The profile of the workflow calls `check_configurations` before Snakemake reads the files that it was told of, in
-whatever environment that is: nothing of the product is imported here.
+The profile of the workflow calls `check_configurations` before Snakemake reads its configuration files. It may run in
+any environment, so this module imports nothing of the product.
 """
 
 import re
@@ -16,9 +16,9 @@ import yaml
 
 MAX_BYTES = 2**20
 _MAX_SPELLED_OUT = 2**21
-"""Maximum number of values and characters of a file once its aliases are expanded."""
+"""Maximum number of values and characters of a file after its aliases are expanded."""
 _TEMPLATE = "__use_yte__"
-"""Key by which Snakemake takes a configuration for a template, and runs the Python in it."""
+"""Key that makes Snakemake treat a configuration as a template and run the Python in it."""
 
 
 class Unusable(Exception):
@@ -28,12 +28,12 @@ class Unusable(Exception):
         super().__init__(str(file), problem, remedy)
 
     def __str__(self) -> str:
-        """`FILE: what: what to do`, on one line."""
+        """Return `FILE: problem: remedy` in one line."""
         return ": ".join("".join(c if c.isprintable() else "?" for c in " ".join(part.split())) for part in self.args)
 
 
 def check_configurations(files: Sequence[Path]) -> None:
-    """End with one line and 2 for a file of `--configfile` that is not a configuration."""
+    """Exit with a message in one line and code 2 if a file of `--configfile` is not a configuration."""
     try:
         for path in files:
             _check(path)
@@ -67,7 +67,7 @@ def _content(path: Path) -> bytes:
 
 
 def mapping(text: bytes, path: Path) -> dict[Any, Any]:
-    """Return a YAML text's mapping; Unusable names the line of an error."""
+    """Return the mapping in YAML text; raise Unusable naming the line of an error."""
     try:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
@@ -95,7 +95,7 @@ def check_keys(content: object, file: object) -> None:
 
 
 def texts(value: object, place: str = "", key: object = None) -> Iterator[tuple[str, object, str]]:
-    """Yield the place of each value, with its key in a mapping and its text."""
+    """Yield the place of each value, with its key in a mapping, and its text; empty if it is not text."""
     yield place, key, value if isinstance(value, str) else ""
     if isinstance(value, dict):
         for inner, child in value.items():
@@ -106,9 +106,9 @@ def texts(value: object, place: str = "", key: object = None) -> Iterator[tuple[
 
 
 def _repeated(node: yaml.Node | None) -> yaml.ScalarNode | None:
-    """Return a key that occurs twice in its mapping, of which YAML's loader silently takes the last one.
+    """Return a key that occurs twice in its mapping, or None; YAML's loader would silently take the last one.
 
-    What a mapping takes from another by `<<` is no key of its own.
+    Keys that a mapping takes from another by `<<` do not count.
     """
     open_nodes = [node]
     while open_nodes:
@@ -140,16 +140,16 @@ def _weight(node: yaml.Node | None) -> int:
     return total
 
 
-# A placeholder configuration for reading the rules without planning jobs, as in `snakemake --lint`.
+# A placeholder configuration, to read the rules without planning jobs, as in `snakemake --lint`.
 
 
 RUN_MIN = 1440
-"""Minutes of a run's job if no node type states them."""
+"""Minutes of a run's job if no node type sets runtime_min."""
 _NOTHING = "(?!)"
 
 
 def any_of(names: Iterable[str]) -> str:
-    """Return a regular expression that matches exactly these names."""
+    """Return a regular expression that matches these names and nothing else."""
     return "|".join(map(re.escape, names)) or _NOTHING
 
 

@@ -1,9 +1,9 @@
 """Aceso's rows: what its own model predicted, and the one row whose plan was published, priced by this project.
 
 Aceso (EuroSys'24) published measured and predicted time and memory of five GPT and five ResNet sizes on V100s, each
-for the plan that its planner chose. Those plans are not shipped, so no other model can be held against them, but for
-GPT 350M: one GPU, micro-batch size 8, everything recomputed. That row is priced with an analytic profile of a V100 (no
-profile of one is shipped either): nothing is measured in it and nothing fitted.
+for the plan that its planner chose. The plans are not shipped, so no other cost model can be compared with them, except
+for GPT 350M: one GPU, micro-batch size 8, everything recomputed. That row is priced with an analytic profile of a V100,
+as no measured profile is shipped either: nothing in it is measured or fitted.
 """
 
 import csv
@@ -32,7 +32,7 @@ BATCH, MICRO_BATCH_SIZE, LENGTH = 1024, 8, 2048
 
 
 def compared(folder: Path) -> Iterator[Compared]:
-    """Time in s and memory in MiB. The README names ResNet's times, all predicted too short, as what stands out."""
+    """Yield time in s and memory in MiB. The README names ResNet's times, all predicted too short, as remarkable."""
     for family, name in FAMILIES.items():
         for kind in ("time", "mem"):
             rows = _rows(folder / f"perf_model_{kind}_large_{family}.csv")
@@ -50,7 +50,7 @@ def compared(folder: Path) -> Iterator[Compared]:
 
 
 def estimated_350m() -> Estimate:
-    """GPT 350M on a V100 of 32 GB, from the shapes and the table of devices."""
+    """Return time and memory of GPT 350M on a V100 of 32 GB, estimated from shapes and the table of devices."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         node = {"device": "Tesla V100-SXM2-32GB", "devices_per_node": 1, "memory_bytes": 32 * 2**30}
@@ -89,7 +89,7 @@ def estimated_350m() -> Estimate:
 
 
 def _rows(path: Path) -> dict[str, dict[str, float]]:
-    """By series and size."""
+    """Return the rows by series and size."""
     with path.open(encoding="utf-8") as file:
         (_, *sizes), *rows = csv.reader(file)
     return {title: dict(zip(sizes, map(float, values), strict=True)) for title, *values in rows}

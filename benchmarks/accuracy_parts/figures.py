@@ -1,4 +1,4 @@
-"""Predictions against measured numbers, put together: errors, rank correlation, and how they are printed."""
+"""Comparisons of predictions with measured numbers: errors by set, rank correlation, and printed tables."""
 
 from collections.abc import Iterable, Sequence
 from statistics import fmean, median
@@ -8,22 +8,22 @@ import numpy as np
 
 
 class Compared(NamedTuple):
-    """One predicted number and the measured one, in one unit."""
+    """A predicted and a measured number, in the same unit."""
 
     set: str
-    """What the errors of are put together."""
+    """Name of the set within which errors are aggregated."""
     what: str
     measured: float
     predicted: float
 
     @property
     def error(self) -> float:
-        """How far the prediction is, relative to what was measured."""
+        """Return the absolute error of the prediction, relative to the measured number."""
         return abs(self.predicted / self.measured - 1)
 
 
 def figures(rows: Iterable[Compared]) -> list[dict[str, Any]]:
-    """Of each set: its size, mean, median and worst error, and the median of predicted over measured."""
+    """Return for each set its size, mean, median and worst error, and the median of predicted over measured."""
     sets: dict[str, list[Compared]] = {}
     for row in rows:
         sets.setdefault(row.set, []).append(row)
@@ -42,13 +42,13 @@ def figures(rows: Iterable[Compared]) -> list[dict[str, Any]]:
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's rank correlation; equal values share the mean of their ranks."""
+    """Return Spearman's rank correlation; equal values get the mean of their ranks."""
     ranks = [_ranks(np.asarray(values, float)) for values in (first, second)]
     return float(np.corrcoef(*ranks)[0, 1])
 
 
 def show(rows: Sequence[Compared], sets: Sequence[dict[str, Any]], every_row: bool) -> None:
-    """Print the sets, and before them each row where that is asked for."""
+    """Print the sets and, if `every_row`, each row before them."""
     if every_row:
         for row in rows:
             ratio = row.predicted / row.measured

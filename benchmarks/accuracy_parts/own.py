@@ -1,9 +1,9 @@
 """Random plans and the searched one on this machine: predicted first, measured afterwards.
 
-The model is the demo's, the profile is measured now (or given), every plan of the draw that the cost model prices and
-that fits the devices is taken. Plans are drawn before any of them is measured, and the profile is of probes that none
-of them is. Profile and plans are measured in turns, some rounds of each: the speed of a shared machine drifts by a
-third within the hour, and so both see it all.
+The model is the demo's model. The profile is measured now, or given. Every drawn plan that the cost model prices and
+that fits the devices is taken. Plans are drawn before any of them is measured, and none of them is a probe of the
+profile. Profile and plans are measured alternately, in several rounds: the speed of a shared machine drifts by a third
+within an hour, and this way it affects both.
 """
 
 import random
@@ -55,12 +55,12 @@ PROBES = {"tp_sizes": [1, 2], "micro_batch_sizes": [1, 2, 4, 8, 16], "layers": [
 DEVICES = {"device": "cpu", "devices_per_node": 2, "memory_bytes": 2 * 2**30}
 CHOSEN = "chosen"
 TIME_MODEL = TimeModel.BATCH
-"""Lines through the points of a profile: they even out the noise of a shared machine."""
+"""Fitted lines instead of the points of a profile: they average out the noise of a shared machine."""
 _MOST_DRAWS_PER_PLAN = 200
 
 
 class Inputs(NamedTuple):
-    """Files of what is planned for."""
+    """Files of the model, the cluster and its hardware."""
 
     model: Path
     cluster: Path
@@ -68,14 +68,14 @@ class Inputs(NamedTuple):
 
 
 class Round(NamedTuple):
-    """A profile, and what the plans took right after it was measured."""
+    """A profile, and the measurement of the plans right after it."""
 
     profile: Path
     measurement: Path
 
 
 def prepare(work: Path, root: Path, hardware: Path | None) -> Inputs:
-    """Describe the demo's model and measure the links, if not given; what lies in `work` already is taken as it is."""
+    """Describe the demo's model and measure the links if they are not given; files already in `work` are kept."""
     write_json(work / "model" / "config.json", None, **read_presets()["llama-2m"].config)
     nodes = [{"node_type": "cpu", "count": 1}]
     found = Inputs(
@@ -91,9 +91,10 @@ def prepare(work: Path, root: Path, hardware: Path | None) -> Inputs:
 def rounds(
     work: Path, inputs: Inputs, profile: Path | None, count: int, seed: int, settings: dict[str, Any], number: int
 ) -> Iterator[Round]:
-    """Measure the model, if it was not, draw plans and search one, measure them; then all but the draw again.
+    """Yield `number` rounds: measure the model's profile, unless `profile` is given, then the plans.
 
-    The searched plan is the first of each measurement. `settings` are the options of `shardwright train measure`.
+    The first round also draws `count` plans and searches one, which is the first of each measurement. `settings`: the
+    options of `shardwright train measure`.
     """
     plans = work / f"plans-{seed}-{count}.json"
     for i in range(1, number + 1):
@@ -131,7 +132,7 @@ def _measure(plans: Path, settings: dict[str, Any], out: Path) -> None:
 
 
 def compared(found: Sequence[Round], inputs: Inputs) -> list[Compared]:
-    """Step time in s of every plan, and memory in bytes of every rank: over all rounds the medians, and the most."""
+    """Return the step time in s of every plan and the bytes of every rank: medians and maxima over all rounds."""
     profiles = [read_profiles([inputs.hardware], [one.profile]) for one in found]
     taken = zip(*(read_document(one.measurement, Measurement).plans for one in found), strict=True)
     return [row for plans in taken for row in _rows(plans, profiles)]
@@ -142,7 +143,7 @@ def _estimate(plan: Plan, profiles: Profiles) -> Estimate:
 
 
 def verdict(rows: Sequence[Compared]) -> dict[str, float]:
-    """Rank correlation of predicted with measured step times, and how far the searched plan is from the best."""
+    """Return the rank correlation of step times, and the searched plan's measured time over the best plan's."""
     times = [row for row in rows if row.set == "own plans, time"]
     best = min(row.measured for row in times)
     chosen = next(row.measured for row in times if row.what == CHOSEN)
@@ -157,7 +158,7 @@ def _rows(found: Sequence[PlanMeasurement], profiles: Sequence[Profiles]) -> Ite
     estimates = [_estimate(plan, each) for each in profiles]
     shape = "1 pipeline stage" if len(plan.stages) == 1 else f"{len(plan.stages)} pipeline stages"
     raw_s = median(step_s for one in found for step_s in one.step_times_s)
-    # Each round's steps at the speed that its profile's probes met.
+    # Times of each round are converted to the machine's speed during its profile's probes.
     slowdowns = [one.slowdown(each.reference_s) for one, each in zip(found, profiles, strict=True)]
     time_s = median(s / slow for one, slow in zip(found, slowdowns, strict=True) for s in one.step_times_s)
     predicted_s = median(estimate.simulated_step_time_s for estimate in estimates)
@@ -187,13 +188,13 @@ def _searched(work: Path, inputs: Inputs, profile: Path) -> Plan:
 
 
 def _profiled_kinds(profile: Path) -> dict[str, list[str]]:
-    """The kinds of sequence parallelism and recomputation that a profile has points of."""
+    """Return the kinds of sequence parallelism and recomputation for which a profile has points."""
     layers = read_model_profile(profile).layers
     return {name: [kind for kind in KINDS[name] if kind.encode() in layers[name]] for name in KINDS}
 
 
 def _drawn(inputs: Inputs, profile: Path, count: int, seed: int) -> list[Plan]:
-    """Different plans that are priced and fit; why others were not taken is printed."""
+    """Return `count` different plans that are priced and fit; print why others were not taken."""
     model, cluster = read_document(inputs.model, Model), read_document(inputs.cluster, Cluster)
     profiles = read_profiles([inputs.hardware], [profile])
     draw, known, refused = random.Random(seed), set[str](), Counter[str]()
@@ -221,7 +222,7 @@ def _decision(plan: Plan) -> str:
 
 
 def _problem(plan: Plan, profiles: Profiles) -> str | None:
-    """Why a plan cannot be run, priced or held in memory."""
+    """Return why a plan cannot be run, priced or held in memory, or None."""
     try:
         check_supported(plan, Path("plan"))
         estimate = _estimate(plan, profiles)
@@ -231,22 +232,22 @@ def _problem(plan: Plan, profiles: Profiles) -> str | None:
     return "it takes more memory than a device has" if estimate.memory_bytes > least else None
 
 
-# Random plans on a few ranks, drawn by seed from everything that a plan may say.
+# Random plans on a few ranks, drawn by seed from everything that a plan can express.
 
 
 _MOST_RUNS = 4
-"""Neighbouring layers of one strategy: at most so many runs of them in a plan."""
+"""Maximum number of runs of neighbouring layers with the same strategy in a plan."""
 
 
 def random_plan(model: Model, cluster: Cluster, global_batch_size: int, draw: random.Random, name: str) -> Plan:
-    """A plan that can be run, though not always priced: every degree and kind is as likely as another.
+    """Return a random plan that can be run, but not always priced.
 
-    So is every schedule of joint backward passes.
+    All degrees and kinds are equally likely, and all schedules whose backward passes are not split.
     """
     devices, layers = cluster.num_devices, len(model.layers)
     pp_size = draw.choice([d for d in _divisors(devices) if d <= layers])
     width = devices // pp_size
-    # Results name plans by their seeds: split backward passes came after them.
+    # No schedules that split backward passes: they are newer than the results, which name plans by their seeds.
     joint = [s for s in Schedule if not s.splits]
     schedule = draw.choice([s for s in joint if pp_size > 1 or s is Schedule.ONE_F_ONE_B])
     chunks = 2 if schedule is Schedule.INTERLEAVED_1F1B and layers >= 2 * pp_size else 1
@@ -277,7 +278,7 @@ def random_plan(model: Model, cluster: Cluster, global_batch_size: int, draw: ra
 
 
 def _layers(model: Model, width: int, draw: random.Random) -> tuple[LayerStrategy, ...]:
-    """Runs of equal neighbours: layers of one type that follow one another share a strategy until a run ends."""
+    """Return the layers' strategies: consecutive layers of one type have the same strategy until a run ends."""
     count = len(model.layers)
     ends = sorted(draw.sample(range(1, count), draw.randint(0, min(_MOST_RUNS, count) - 1)))
     found: list[LayerStrategy] = []
@@ -300,7 +301,7 @@ def _shardings(model: Model, kind: str, width: int, draw: random.Random) -> Stra
     ways = [
         Strategy(tp_size=tp_size, dp_size=dp_size, data_parallel=sharded, sequence_parallel=split)
         for split in (SequenceParallel if tp_size > 1 else (SequenceParallel.NONE,))
-        # Under Ulysses parameters are shared by all ranks of the stage.
+        # Under Ulysses all ranks of the stage have the same parameters, which can be sharded over them.
         for sharded in (DataParallel if dp_size > 1 or split is SequenceParallel.ULYSSES else (DataParallel.DDP,))
     ]
     return draw.choice([way for way in ways if misfit(model, kind, way) is None])

@@ -1,16 +1,16 @@
 """Sailor's measured plans, priced with its layer profiles and link tables through this project's formulas.
 
-Its layer times hold tensor-parallel traffic. The step is this project's simulation of 1F1B and its closed form, over
-stages that are as slow as their slowest replica. DeepSpeed's PipelineEngine sends each rank's share of the hidden
-states (is_pipe_partitioned, is_grad_partitioned) and gathers them in the receiving node; it reduces gradients when the
-last backward pass is over. Gathers, the gradients' all_reduce and that of tied embeddings are rings (Patarasuk and Yuan
-2009: n-1 messages of 1/n, twice for an all_reduce), and every message takes the link's bandwidth at its own size, of
-which each GPU of a node that sends at once has its share. Memory is DDP in float32 (`costs.memory`), with Sailor's
-count of activations for each microbatch in flight. Nothing is fitted.
+Its layer times include tensor-parallel traffic. The step time is predicted by this project's simulation of 1F1B and by
+its closed form, over stages that are as slow as their slowest replica. DeepSpeed's PipelineEngine sends each rank's
+share of the hidden states (is_pipe_partitioned, is_grad_partitioned) and gathers them in the receiving node; it reduces
+gradients after the last backward pass. Gathers and the all_reduces of gradients and of tied embeddings are rings
+(Patarasuk and Yuan 2009: n-1 messages of 1/n, twice for an all_reduce). Every message has the link's bandwidth at its
+own size; GPUs of a node that send at the same time share it. Memory is that of DDP in float32 (`parameter_memory`),
+with Sailor's count of activations for each microbatch in flight. Nothing is fitted.
 
-What cannot be expressed: memory outside of tensors (nvidia-smi counts it, no profile says how much; of GH200 it is
-given: 3 GiB of CUDA's context and NCCL's buffers, 2 GiB that the allocator keeps), and the
-optimizer's time of a whole stage: a profile has one number for it, taken once a step, as Sailor does.
+What cannot be expressed: memory outside of tensors (nvidia-smi counts it, but no profile says how much; for GH200 it is
+given: 3 GiB for CUDA's context and NCCL's buffers, 2 GiB that the allocator keeps), and the optimizer's time of a whole
+stage: a profile has one number for it, taken once a step, as in Sailor.
 """
 
 import json
@@ -32,21 +32,21 @@ OUTLIERS = {
     "mit/N2/plan_config_N2_D2": "time",
     "GPT-NEO/N8/plan_config_N8_D2": "memory",
 }
-"""Named by the reference's README, with what is odd of them."""
+"""Plans that the reference's README calls outliers, with the quantity that is odd."""
 SEQUENCE_LENGTH = 2048
 HIDDEN = {"OPT-350": 1024, "GPT-Neo-2.7": 2560}
 TIED = ("GPT-Neo-2.7",)
 FLOAT32_BYTES = 4
 SMALLEST_BYTES, LARGEST_BYTES = 64 * 1024, 1024**3
-"""What the links were measured with; their curves mean nothing outside."""
+"""Range of sizes at which the links were measured; their curves have no meaning outside it."""
 ZONE = "us-central1-a"
 
 Layers = list[tuple[float, float, float]]
-"""Forward, backward and update of each layer, in s."""
+"""Seconds of forward, backward and update of each layer."""
 
 
 class Tables(NamedTuple):
-    """Sailor's files as read."""
+    """The content of Sailor's files."""
 
     profiles: Any
     layers: Any
@@ -63,12 +63,12 @@ class Replica(NamedTuple):
 
 
 class SailorPlan(NamedTuple):
-    """What one plan file says, with the model that its index names."""
+    """The content of one plan file, with the model that its folder names."""
 
     name: str
     model: str
     stages: tuple[tuple[int, int], ...]
-    """First layer and the one behind the last."""
+    """First layer of each stage, and the one after its last."""
     replicas: tuple[tuple[Replica, ...], ...]
     micro_batch_size: int
     num_microbatches: int
@@ -77,12 +77,12 @@ class SailorPlan(NamedTuple):
 
 
 def compared(folder: Path, variant: str, process_gib: float) -> Iterator[Compared]:
-    """Step time in s and memory of the fullest GPU in bytes of each plan, with and without outliers.
+    """Yield step time in s and memory of the fullest GPU in bytes for each plan, with and without outliers.
 
-    Of GH200 also the memory with what a process takes beside its tensors, which is given, not predicted.
+    For GH200 also the memory plus `process_gib`, what a process takes in addition to its tensors: given, not predicted.
 
-    `variant` is `validation` (the profiles that Sailor's simulator validates with, of which some look hand-entered) or
-    `planner` (its planner's copy of the one with such entries).
+    `variant`: `validation` for the profiles with which Sailor's simulator is validated, of which one has entries that
+    look written by hand; or `planner` for its planner's copy of that one.
     """
     tables = _read(folder, variant)
     for plan in _plans(folder):
@@ -105,12 +105,12 @@ def compared(folder: Path, variant: str, process_gib: float) -> Iterator[Compare
 
 
 def simulated_s(plan: SailorPlan, ranges: Sequence[StageTimes]) -> float:
-    """The simulated step."""
+    """Return the seconds of a simulated step."""
     return simulate(ranges, Schedule.ONE_F_ONE_B, plan.num_microbatches).step_ps / 1e12
 
 
 def closed_form_s(plan: SailorPlan, ranges: Sequence[StageTimes]) -> float:
-    """What the search would minimise: stage times with the sends at both ends, and what follows the last pass."""
+    """Return the seconds that a search would minimise: stage times with sends at both ends, and the end of the step."""
     sends = [0, *(here.send_ps for here in ranges)]
     stages = [
         here.forward_ps + here.backward_ps + before + after
@@ -122,7 +122,7 @@ def closed_form_s(plan: SailorPlan, ranges: Sequence[StageTimes]) -> float:
 
 
 def _ranges(plan: SailorPlan, tables: Tables) -> list[StageTimes]:
-    """The times of each stage; tied embeddings are reduced in the first and the last one after their own gradients."""
+    """Return the times of each stage; the first and the last one also reduce tied embeddings, after their gradients."""
     sends = [_send_s(plan, tables, here, after) for here, after in pairwise(plan.replicas)]
     tie_s, last = _tie_s(plan, tables), len(plan.stages) - 1
     found = []
@@ -144,7 +144,7 @@ def _ranges(plan: SailorPlan, tables: Tables) -> list[StageTimes]:
 
 
 def memory_bytes(plan: SailorPlan, tables: Tables) -> int:
-    """Of the fullest stage: parameters, gradients and Adam's moments in float32, and activations in flight."""
+    """Return the bytes of the fullest GPU: float32 parameters, gradients, Adam's moments, and activations in flight."""
     return max(
         _states_bytes(_parameters(plan, tables, index, replica)) + _activation_bytes(plan, tables, index, replica)
         for index, replicas in enumerate(plan.replicas)
@@ -166,12 +166,12 @@ def _activation_bytes(plan: SailorPlan, tables: Tables, index: int, replica: Rep
 
 
 def _picoseconds(time_s: float) -> int:
-    """Seconds as whole _picoseconds."""
+    """Return seconds as whole picoseconds."""
     return round(time_s * 1e12)
 
 
 def _send_s(plan: SailorPlan, tables: Tables, here: Sequence[Replica], after: Sequence[Replica]) -> float:
-    """One microbatch's hidden states to the next stage, by the slowest pair of replicas."""
+    """Return the seconds to send one microbatch's hidden states to the next stage, for the slowest pair of replicas."""
     size = plan.micro_batch_size * SEQUENCE_LENGTH * HIDDEN[plan.model] * FLOAT32_BYTES
     return max(_handed_over_s(tables, a, b, size) for a, b in zip(here, after, strict=True))
 
@@ -179,20 +179,20 @@ def _send_s(plan: SailorPlan, tables: Tables, here: Sequence[Replica], after: Se
 def _handed_over_s(tables: Tables, here: Replica, there: Replica, size: int) -> float:
     piece = ceil(size / here.devices)
     sent_s = piece / _bytes_per_s(tables, here, there, piece)
-    # All GPUs of a ring inside a node send at once, as many pairs as half of them were measured together.
+    # All GPUs of a ring inside a node send at once; half as many pairs were measured together.
     curve = tables.inside[there.device][str(there.devices)]
     return sent_s + (there.devices - 1) * piece / (bytes_per_s_together(curve, piece) / (there.devices / 2))
 
 
 def _reduction_s(plan: SailorPlan, tables: Tables, index: int) -> float:
-    """A ring through the replicas of a stage: as fast as its slowest link."""
+    """Return the seconds of the gradients' all_reduce over a stage's replicas: a ring as fast as its slowest link."""
     ring = plan.replicas[index]
     size = max(_parameters(plan, tables, index, replica) for replica in ring) * FLOAT32_BYTES
     return _ring_s(tables, ring, size)
 
 
 def _tie_s(plan: SailorPlan, tables: Tables) -> float:
-    """The gradients of tied embeddings, between the first and the last stage."""
+    """Return the seconds of the all_reduce of tied embeddings' gradients, between the first and the last stage."""
     if plan.model not in TIED or len(plan.stages) == 1:
         return 0.0
     rings = zip(plan.replicas[0], plan.replicas[-1], strict=True)
@@ -200,7 +200,7 @@ def _tie_s(plan: SailorPlan, tables: Tables) -> float:
 
 
 def _ring_s(tables: Tables, ring: Sequence[Replica], size: int) -> float:
-    """2 (n-1) messages of 1/n one after another, each as slow as the slowest link of the ring."""
+    """Return the seconds of 2 (n-1) successive messages of 1/n, each as slow as the slowest link of the ring."""
     if len(ring) == 1:
         return 0.0
     piece = ceil(size / len(ring))
@@ -209,14 +209,14 @@ def _ring_s(tables: Tables, ring: Sequence[Replica], size: int) -> float:
 
 
 def _bytes_per_s(tables: Tables, here: Replica, there: Replica, message_bytes: int) -> float:
-    """What one GPU has of the link between two nodes whose GPUs all send at once."""
+    """Return one GPU's share of the link between two nodes, in bytes per second, if all their GPUs send at once."""
     table = tables.homogeneous if here.device == there.device else tables.mixed
     curve = table[ZONE][here.device][str(here.devices)][ZONE][there.device][str(there.devices)]
     return bytes_per_s_together(curve, message_bytes) / here.devices
 
 
 def bytes_per_s_together(curve: Any, message_bytes: int) -> float:  # noqa: ANN401
-    """Bytes/s of all that send at once, by the curve of a link within the sizes that it was measured with."""
+    """Return bytes per second of all senders together, by a link's curve, within the sizes at which it was measured."""
     (a, b, c), most = curve
     x = log2(min(max(message_bytes, SMALLEST_BYTES), LARGEST_BYTES) / 1e6)
     bytes_per_s = min(1e9 * (a * x * x + b * x + c), most)
@@ -236,14 +236,14 @@ def _layer_info(plan: SailorPlan, tables: Tables, index: int, replica: Replica) 
 
 
 def _parameters(plan: SailorPlan, tables: Tables, index: int, replica: Replica) -> int:
-    """Of one GPU; a last stage that is not the first has a copy of tied embeddings."""
+    """Return the number of parameters of one GPU; a last stage that is not the first has a copy of tied embeddings."""
     count = sum(int(layer["params_floats"]) for layer in _layer_info(plan, tables, index, replica))
     copied = plan.model in TIED and 0 < index == len(plan.stages) - 1
     return count + (_tied_parameters(plan, tables, replica) if copied else 0)
 
 
 def _tied_parameters(plan: SailorPlan, tables: Tables, replica: Replica) -> int:
-    """The embedding without its table of positions, which every rank holds whole."""
+    """Return the number of embedding parameters without the table of positions, which every rank holds whole."""
     every = int(tables.layers[plan.model][str(replica.devices)]["0"]["params_floats"])
     return every - SEQUENCE_LENGTH * HIDDEN[plan.model]
 

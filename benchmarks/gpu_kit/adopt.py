@@ -1,9 +1,9 @@
-"""Take the results of a kit over into the repository, and propose what they say about the table of devices.
+"""Copy the results of a kit into the repository, and propose changes of the table of devices from them.
 
     PYTHONPATH=benchmarks python -m gpu_kit.adopt FOLDER                # results.json, report.md, everything.tgz
     PYTHONPATH=benchmarks python -m gpu_kit.adopt FOLDER --into OTHER   # into another folder, a rehearsal's too
 
-Nothing is proposed silently, and nothing proposed is applied: it was one machine on one day.
+Every proposal is printed and none is applied: the results are from one machine on one day.
 """
 
 import argparse
@@ -30,12 +30,12 @@ from shardwright_search.cost_model.profiles import read_profiles
 _MAX_BYTES = 2**26
 _TABLE = Path("core/src/shardwright/devices/devices.toml")
 _ALLOWED = 0.02
-"""By how much the error of a prediction may grow when formulas change: two percentage points."""
+"""Maximum growth of a prediction's error if formulas change: two percentage points."""
 _PACKED_PROFILES = "kit/profiles"
 
 
 def main() -> None:
-    """Write what was found into the repository, and print the proposals."""
+    """Write the results into the repository, and print the proposals."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="what came back from the machine")
     parser.add_argument("--into", type=Path, default=ROOT, help="folder that stands for the repository")
@@ -48,13 +48,13 @@ def main() -> None:
 
 
 def adopt(folder: Path, into: Path) -> list[Path]:
-    """Write results, report and profiles; raise BadInput, and write nothing, where they are no results."""
+    """Write results, report and profiles; raise BadInput and write nothing if the folder has no valid results."""
     whole = read_results(folder / "results.json")
     if whole["what"] != "measured" and into == ROOT:
         raise BadInput(folder, f"is of a {whole['what']}", "adopt what was measured on a GPU, or give --into")
     profiles = _profiles(folder)
     noise = _noise(profiles)
-    # A rehearsal's processor is shared with whatever else runs there.
+    # Times of a rehearsal are noisy: other programs use the processor as well.
     if whole["what"] == "measured" and noise is not None:
         raise BadInput(folder, f"{PROFILE}.h5: the error of {noise} is above its bound", "run step S4 again")
     stem = into / "benchmarks" / "results" / f"gpu-{slug_of(whole)}-{whole['date']}"
@@ -81,7 +81,7 @@ def read_results(file: Path) -> dict[str, Any]:
 
 
 def _profiles(folder: Path) -> dict[str, bytes]:
-    """The two profiles; BadInput where one is missing or cannot be read."""
+    """Return the two profiles; raise BadInput if one is missing or cannot be read."""
     archive, found = folder / "everything.tgz", dict[str, bytes]()
     if not archive.is_file():
         raise BadInput(archive, "is not there", "give the folder that came back")
@@ -100,7 +100,7 @@ def _profiles(folder: Path) -> dict[str, bytes]:
 
 
 def _noise(profiles: Mapping[str, bytes]) -> str | None:
-    """The first layer whose times are less certain than the profile stage asks for; BadInput where one is damaged."""
+    """Return the first layer whose times are too uncertain for the profile stage; raise BadInput if one is damaged."""
     with TemporaryDirectory() as scratch:
         files = {name: Path(scratch) / f"{name}.h5" for name in profiles}
         for name, file in files.items():
@@ -111,7 +111,7 @@ def _noise(profiles: Mapping[str, bytes]) -> str | None:
 
 
 def _errors(row: Any) -> Iterator[float]:  # noqa: ANN401
-    """Standard errors of a row's times, as shares of them."""
+    """Yield the relative standard errors of a row's times."""
     for name in ("forward", "backward"):
         error, time_s = getattr(row, f"{name}_error_s", None), getattr(row, f"{name}_s", None)
         if error and time_s:
@@ -119,7 +119,7 @@ def _errors(row: Any) -> Iterator[float]:  # noqa: ANN401
 
 
 def proposals(whole: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the constants beside what was measured, and a diff of the table of devices that nobody has applied."""
+    """Yield the constants with their measured values, and a diff of the table of devices, which is not applied."""
     rows = {step: _found(entry) for step, entry in whole["steps"].items()}
     found = assumptions(whole["device"], rows.get("S2", {}), rows.get("S0"))
     yield from lines_of(found)
@@ -136,7 +136,7 @@ def _found(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def table_diff(key: str, found: Sequence[Assumption], source: str) -> Iterator[str]:
-    """Yield a unified diff of the table of devices with the measured entries in place of the device's own."""
+    """Yield a unified diff of the table of devices, with measured values in the device's entry."""
     old = (ROOT / _TABLE).read_text(encoding="utf-8").splitlines()
     new, inside = [], False
     measured = {one.entry: one.measured for one in found if one.entry is not None and one.measured is not None}
@@ -152,7 +152,7 @@ def table_diff(key: str, found: Sequence[Assumption], source: str) -> Iterator[s
 
 
 def worse_predictions(whole: Mapping[str, Any], reference: Path) -> list[str]:
-    """Return the plans whose time is predicted worse from the kept profile than on the day of the measurement."""
+    """Return a sentence for each plan that is predicted worse from the kept profile than on the day of measurement."""
     setting, rows = setting_of(whole), _found(whole["steps"]["S4"])
     profiles = read_profiles((reference / f"{HARDWARE}.h5",), (reference / f"{PROFILE}.h5",))
     worse = []
@@ -170,7 +170,7 @@ def worse_predictions(whole: Mapping[str, Any], reference: Path) -> list[str]:
 
 
 def setting_of(whole: Mapping[str, Any]) -> Setting:
-    """The setting that plans of some results are made for."""
+    """Return the setting for which the plans of some results were made."""
     memory = whole["steps"]["S0"]["rows"]["versions"]["memory_bytes"]
     return Setting(
         device_type="cpu" if whole["what"] == REHEARSAL else "cuda",

@@ -1,4 +1,4 @@
-"""What estimates assume of a device, beside what S2 and S0 measured: one list for the report and for `adopt`."""
+"""The constants that estimates assume for a device, compared with S2 and S0: one list for the report and `adopt`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,11 +17,11 @@ from shardwright.types import MIB
 
 _CONTEXT_BYTES = 512 * MIB
 _LARGE_FLOPS = 1e12
-"""Operations from which a product counts as large."""
+"""Number of operations from which a matrix product counts as large."""
 
 
 class Assumption(NamedTuple):
-    """A constant of estimates, and what was measured in its place; None where its rows are not there."""
+    """A constant of estimates and its measured value; None if the rows for it do not exist."""
 
     name: str
     assumed: float
@@ -32,7 +32,7 @@ class Assumption(NamedTuple):
 
 
 def entry_of(device: str) -> tuple[str, Device]:
-    """The key and the entry of a device in the table; of one that is not in it, those of the kit's own device."""
+    """Return the key and the entry of a device in the table; by default those of the device that the kit is for."""
     table = read_devices()
     return next(
         ((key, one) for key, one in table.devices.items() if device in one.names), (DEVICE, table.devices[DEVICE])
@@ -42,7 +42,7 @@ def entry_of(device: str) -> tuple[str, Device]:
 def assumptions(
     device: str, rows: Mapping[str, Any], contexts: Mapping[str, Any] | None = None
 ) -> Sequence[Assumption]:
-    """Every constant of a device; `rows` are those of S2, `contexts` those of S0."""
+    """Return every constant of a device; `rows`: the rows of step S2; `contexts`: the rows of step S0."""
     _, entry = entry_of(device)
     peak, memory = entry.peaks["bfloat16"], entry.memory_bytes_per_s
     best = UNKNOWN_PRODUCT / TYPICAL_PRODUCT if entry.best_product is None else entry.best_product
@@ -66,7 +66,7 @@ def assumptions(
 
     block = "host: an eager Llama block"
     eager = (contexts or {}).get("context, modules eagerly")
-    # Of a block's passes on the host, which is faster than the device where a model is small.
+    # From the passes of a small block on the host, which does not wait for the device there.
     per_kernel = [found(block, f"{way}_s_per_kernel") for way in ("forward", "backward")]
     host = None if None in per_kernel else sum(x for x in per_kernel if x is not None) / 2
     kernels = block_kernels(_block_type())
@@ -92,7 +92,7 @@ def assumptions(
 
 
 def lines_of(found: Sequence[Assumption]) -> list[str]:
-    """The table of all constants."""
+    """Return the table of all constants."""
     told = []
     for one in found:
         measured = "-" if one.measured is None else f"{one.measured / one.unit:.3g}"

@@ -1,4 +1,4 @@
-"""S7: checkpoints of the dense model: a save that steps wait for, one beside steps, and resuming from it."""
+"""S7: checkpoints of the dense model: a save for which steps wait, one during steps, and resuming from a save."""
 
 import shutil
 import time
@@ -35,12 +35,12 @@ class _Run(NamedTuple):
     folder: Path
 
     def step(self, number: int) -> float:
-        """Train a step; its loss."""
+        """Train a step; return its loss."""
         batch = batch_of(self.plan.model, self.plan.global_batch_size, seed=number)
         return float(self.engine.train_step(step_of(self.engine, batch, number)).loss)
 
     def timed_step(self, number: int) -> float:
-        """Seconds of a step."""
+        """Train a step; return its seconds."""
         wait(self.world.device)
         began = time.perf_counter()
         self.step(number)
@@ -49,7 +49,7 @@ class _Run(NamedTuple):
 
 
 def rows(setting: Setting, stack: ExitStack) -> list[Row]:
-    """The rows, in the order in which they need one another."""
+    """Return the rows, in an order in which each needs only earlier ones."""
     world, groups = lone_world(setting, stack), cache(lambda: Groups(setting.device_type))
     folder = setting.work / "checkpoints"
 
@@ -71,7 +71,7 @@ def rows(setting: Setting, stack: ExitStack) -> list[Row]:
 
 
 def _synchronous(run: _Run) -> Values:
-    """Write everything while nothing else is done."""
+    """Write the whole checkpoint while nothing else is done."""
     tensors = run.engine.tensors()
     target = _emptied(run.folder / "synchronous")
     began = time.perf_counter()
@@ -111,7 +111,7 @@ def _asynchronous(run: _Run) -> Values:
 
 
 def buffer_bytes(parts: tuple[Any, ...]) -> int:
-    """Bytes of the parts of a checkpoint."""
+    """Return the bytes of the parts of a checkpoint."""
     return sum(part.local.nbytes for part in parts)
 
 
@@ -129,7 +129,7 @@ def _resumed(run: _Run) -> Values:
 
 
 def _memory(setting: Setting, run: _Run) -> Values:
-    """The peak of a step, and on a GPU PyTorch's own snapshot of what was allocated then."""
+    """Return the memory peaks of a step and, on a GPU, what was allocated at the peak by PyTorch's own snapshot."""
     with record_memory(run.world.device) as record:
         record.hook("start")
         batch = batch_of(run.plan.model, run.plan.global_batch_size, seed=7)
@@ -153,7 +153,7 @@ def _emptied(folder: Path) -> Path:
 
 
 def lines(rows: Mapping[str, Any]) -> list[str]:
-    """What was found."""
+    """Return the tables and sentences of this step's report."""
     told = []
     if (row := rows.get("synchronous")) is not None:
         told.append(["synchronous write", scaled(row["took_s"], 1), scaled(row["bytes"] / row["took_s"], 1e9)])
@@ -178,7 +178,7 @@ def lines(rows: Mapping[str, Any]) -> list[str]:
     return [*table("what|s|GB/s", told), *said]
 
 
-# What of a step was allocated where at its peak, by the history of PyTorch's allocator.
+# Where the memory at the peak of a step was allocated, by the history of PyTorch's allocator.
 
 
 _OWN = ("shardwright_train", "transformers")
@@ -186,9 +186,9 @@ _LARGEST = 15
 
 
 def at_the_peak(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the bytes that were resident at the peak, by the innermost line of a model or this project, largest first.
+    """Return the bytes resident at the peak by the innermost line of a model or of this project, the largest first.
 
-    `events` are those of one device, in order, as `torch.cuda.memory._snapshot` gives them.
+    `events`: the events of one device, in order, from `torch.cuda.memory._snapshot`.
     """
     live: dict[int, Mapping[str, Any]] = {}
     held = most = 0

@@ -1,4 +1,4 @@
-"""A process that compiles what S3 needs into inductor's cache while S1 runs, which leaves most cores idle."""
+"""A process that compiles the models of S3 into inductor's cache during S1, which leaves most cores idle."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ _ORDERLY_END_S = 5.0
 
 
 def start(setting: Setting) -> Values:
-    """Begin to compile."""
+    """Start the process that compiles; return its id."""
     setting.work.mkdir(parents=True, exist_ok=True)
     job, log = setting.work / "compile-ahead.job", setting.work / "compile-ahead.log"
     job.write_bytes(msgspec.json.encode(setting, enc_hook=str))
@@ -26,7 +26,7 @@ def start(setting: Setting) -> Values:
 
 
 def wait(seconds: float) -> str:
-    """Wait until it has ended, and end it when it takes longer, so that it disturbs no measurement; how it ended."""
+    """Wait for the process; end it after `seconds`, so that it disturbs no measurement; return how it ended."""
     if not _started:
         return "was not begun"
     try:
@@ -38,7 +38,7 @@ def wait(seconds: float) -> str:
 
 
 def stop() -> None:
-    """End it."""
+    """End the process if it still runs."""
     while _started:
         process = _started.pop()
         if process.poll() is None:
@@ -51,7 +51,7 @@ def stop() -> None:
 
 
 def main() -> None:
-    """Compile what S3 runs compiled, at its sizes."""
+    """Compile the models that S3 runs compiled, at its sizes."""
     os.nice(_NICE)
     from gpu_kit import fast
 

@@ -1,4 +1,4 @@
-"""Configurations of two published sizes, and of 13 families at one width without dropout and balance losses."""
+"""Configurations of two published models, and of 13 families with one width, without dropout and balance losses."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ LLAMA_1B: dict[str, Any] = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }
-# Experts of half the width, as OLMoE's (Muennighoff et al. 2024), but fewer of them.
+# Experts of half the width, as in OLMoE (Muennighoff et al. 2024), but fewer of them.
 EXPERTS: dict[str, Any] = {
     "model_type": "qwen3_moe",
     "vocab_size": 32000,
@@ -40,7 +40,7 @@ EXPERTS: dict[str, Any] = {
 
 
 def configuration(family: str, width: int, layers: int, vocabulary: int, length: int) -> dict[str, Any]:
-    """A model of a family with heads of 1/8 of its width, and 2 of 8 experts where it has such."""
+    """Return the configuration of a family's model with heads of 1/8 of the width and, if it has experts, 2 of 8."""
     match family:
         case "gpt2":
             off = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
@@ -67,7 +67,7 @@ def configuration(family: str, width: int, layers: int, vocabulary: int, length:
 
 
 def _decoder(family: str, width: int, layers: int, vocabulary: int, length: int) -> dict[str, Any]:
-    """Of Llama's kind: normed blocks of attention in groups and a gated feed-forward part or experts."""
+    """Return a configuration like Llama's: blocks of grouped attention and a gated feed-forward part or experts."""
     sizes = {
         "model_type": family,
         "vocab_size": vocabulary,

@@ -1,8 +1,8 @@
-"""S3: tokens per second of a Llama of 1.1 B parameters and a model with experts: the runtime beside plain loops.
+"""S3: tokens per second of a Llama of 1.1 B parameters and of a model with experts: the runtime and plain loops.
 
-Weights and optimizer in float32, matrix products in bfloat16: the runtime by the plan's precision, the plain loop by
-autocast, a loop like torchtitan's by FSDP2. All clip by the global norm and step with fused AdamW. Times are between
-CUDA events that nothing waits for until the last step is over.
+Weights and optimizer are in float32, matrix products in bfloat16: in the runtime by the plan's precision, in the plain
+loop by autocast, in a loop like torchtitan's by FSDP2. All clip by the global norm and step with fused AdamW. Times are
+between CUDA events for which nothing waits until the last step is over.
 """
 
 import math
@@ -44,16 +44,16 @@ _TINY_SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 16,
 }
-# 8 of 64 experts in as many layers as fit with float32 states.
+# 8 of 64 experts, in as many layers as fit into memory with float32 states.
 _SPARSE = EXPERTS | {"num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 10}
 _TINY_EXPERTS = {"moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 8}
 _MICROBATCHES = (2, 8)
-"""Of which the second may make the host wait no more often."""
+"""Numbers of microbatches; with the second, the host must not wait more often than with the first."""
 TRACE = "trace.json.gz"
 
 
 def dense_plan(setting: Setting, **fields: object) -> Plan:
-    """The plan of the dense model on one device."""
+    """Return the plan of the dense model on one device."""
     length, samples = setting.size((4096, 4), (16, 2))
     model = described(setting.size(_DENSE, _DENSE | _TINY_SIZES), "llama-1b", length)
     return one_device_plan(setting, model, "fast", samples, **({"attention": "sdpa"} | fields))
@@ -82,7 +82,7 @@ _WAYS: Mapping[str, tuple[str, Way]] = {
 
 
 def rows(setting: Setting, stack: ExitStack) -> list[Row]:
-    """The rows, the compiled ways last: should compilation take too long, nothing else is lost."""
+    """Return the rows; compiled ways come last, so that nothing else is lost if compilation takes too long."""
     world, groups = lone_world(setting, stack), cache(lambda: Groups(setting.device_type))
     stack.enter_context(_compiled_fast(setting))
     plans = {"dense": cache(partial(dense_plan, setting)), "experts": cache(partial(_sparse_plan, setting))}
@@ -107,7 +107,7 @@ def rows(setting: Setting, stack: ExitStack) -> list[Row]:
 
 
 def compile_ahead(setting: Setting) -> None:
-    """Run the first step of every compiled way, in a process of its own."""
+    """Run the first step of every compiled way; this is done in a separate process."""
     with ExitStack() as stack:
         stack.enter_context(_compiled_fast(setting))
         world, groups = lone_world(setting, stack)(), Groups(setting.device_type)
@@ -121,7 +121,7 @@ def compile_ahead(setting: Setting) -> None:
 
 @contextmanager
 def _compiled_fast(setting: Setting) -> Iterator[None]:
-    """In a rehearsal, compile without code for the processor, which takes minutes."""
+    """In a rehearsal, compile without generating code for the processor, which would take minutes."""
     compiled = torch.compile
 
     def traced_alone(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
@@ -151,7 +151,7 @@ def _measured(setting: Setting, plan: Plan, world: World, groups: Groups, make: 
 
 
 def _traced(setting: Setting, plan: Plan, world: World, groups: Groups) -> Values:
-    """Keep PyTorch's trace of the runtime's fourth step."""
+    """Write PyTorch's trace of the runtime's fourth step."""
     engine = engine_of(plan, world, groups, "sdpa", SETTINGS)
     step = step_of(engine, batch_of(plan.model, plan.global_batch_size, 0))
     for _ in range(setting.size(3, 1)):
@@ -165,7 +165,7 @@ def _traced(setting: Setting, plan: Plan, world: World, groups: Groups) -> Value
 
 
 def lines(rows: Mapping[str, Any]) -> list[str]:
-    """The tables."""
+    """Return the tables of this step's report."""
     ways = {name: row for name, row in rows.items() if "tokens_per_s" in row}
     told = [
         [
@@ -190,17 +190,17 @@ def lines(rows: Mapping[str, Any]) -> list[str]:
 
 # How often a step makes the host wait for the device, by PyTorch's profiler, for few and for many microbatches.
 #
-# A step that never waits in between has the same small number whatever its microbatches.
+# If the host never waits during a step, the number is small and does not depend on the number of microbatches.
 
 
 CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaMemcpyAsync")
-"""CUDA's own calls. All but the last wait; of the last, copies to pageable memory of the host do."""
+"""Calls of CUDA. All except the last make the host wait; of the last, only copies to pageable host memory do."""
 ASKED = ("aten::_local_scalar_dense", "aten::nonzero")
-"""Operations whose result the host needs at once; all that a processor shows."""
+"""Operations whose result the host needs at once; on a processor only these are visible."""
 
 
 def counted(plan: Plan, world: World, groups: Groups) -> Values:
-    """The calls of one step, after two others."""
+    """Return the numbers of these calls in one step, after two other steps, and of those that wait."""
     engine = engine_of(plan, world, groups, "sdpa", weights=DrawnOnDevice())
     steps = [step_of(engine, batch_of(plan.model, plan.global_batch_size, seed), seed + 1) for seed in range(3)]
     for step in steps[:-1]:
@@ -217,7 +217,7 @@ def counted(plan: Plan, world: World, groups: Groups) -> Values:
 
 
 def wait_lines(rows: Mapping[str, Any]) -> list[str]:
-    """The table."""
+    """Return the table of waits."""
     names = (*CALLS, *ASKED)
     told = [
         [name.removeprefix("waits: "), row["waits"], *(row["calls"][each] for each in names)]

@@ -1,10 +1,10 @@
-"""Everything that only a GPU can show, in rows of which each is tried by itself: see docs/gpu.md and run.sh.
+"""Checks that need a GPU, in rows that are each tried separately: see docs/gpu.md and run.sh.
 
     bash benchmarks/gpu_kit/run.sh                          # on a GPU, for 8 minutes
     bash benchmarks/gpu_kit/run.sh --only S3 --limit 150    # one step
     bash benchmarks/gpu_kit/run.sh --rehearse --limit 0     # on the processor at a tiny size: no result
 
-Exit codes: 0 every row is there, 2 no NVIDIA GPU (nothing is written), 4 a row failed or was not reached.
+Exit codes: 0 every row succeeded, 2 no NVIDIA GPU (nothing is written), 4 a row failed or was not reached.
 """
 
 import argparse
@@ -31,11 +31,11 @@ from shardwright.io import BadInput, RunFailed, one_line_errors, write_bytes
 
 _LIMIT_S = 480.0
 _LEFT_FOR_THE_END_S = 8.0
-"""Seconds of a limit that are kept for the last writing."""
+"""Seconds of a limit that are reserved for writing the results at the end."""
 
 
 def main() -> None:
-    """Run the steps, and write what was found after each row."""
+    """Run the steps, and write the results after each row."""
     asked = _arguments()
     with one_line_errors():
         chosen = [STEPS[name] for name in asked.only] if asked.only else list(STEPS.values())
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def _check_prepared(setting: Setting) -> None:
-    """Raise BadInput where what travels was not prepared, or for another device."""
+    """Raise BadInput if the files that `prepare` makes do not exist, or are for another device."""
     file = setting.carried / PREDICTIONS
     if not file.is_file():
         raise BadInput(file, "is not there", "run make gpu-kit first, or make gpu on the machine itself")
@@ -72,13 +72,13 @@ def _check_prepared(setting: Setting) -> None:
 
 
 def _run(step: Step, setting: Setting, results: Results, ends_at: float) -> None:
-    """Try the rows of a step that are not there yet, while there is time."""
+    """Try the rows of a step that have no result yet, while time is left."""
     began = time.monotonic()
     step_ends_at = ends_at if math.isinf(ends_at) else min(began + step.at_most_s, ends_at - _LEFT_FOR_THE_END_S)
     print(f"{step.name}: {step.title}", flush=True)
     with ExitStack() as stack:
         rows: list[Row] = import_module(f"gpu_kit.{step.module}").rows(setting, stack)
-        # What was imported need not be looked through after each row.
+        # Imported objects need not be examined by the garbage collection after each row.
         gc.collect()
         gc.freeze()
         todo = [row for row in rows if not results.has(step.name, row.name)]
@@ -97,7 +97,7 @@ def _run(step: Step, setting: Setting, results: Results, ends_at: float) -> None
 
 
 def _device_answers() -> bool:
-    """Whether CUDA still works in this process: after some faults nothing does until the process ends."""
+    """Return whether CUDA still works in this process: after some faults it fails until the process ends."""
     import torch
 
     try:
@@ -108,7 +108,7 @@ def _device_answers() -> bool:
 
 
 def _begin_anew(ends_at: float) -> None:
-    """Replace this process by one that goes on with the next row."""
+    """Replace this process by one that continues with the next row."""
     print("the device does not answer this process any more: it begins anew", flush=True)
     compile_ahead.stop()
     words = [word for word in sys.argv[1:] if not word.startswith("--ends-at=")]
@@ -136,7 +136,7 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    # So that what is running is ended with it.
+    # So that processes that it has started are ended with it.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     settle_allocator()
     main()

@@ -1,4 +1,4 @@
-"""Training loops that are timed side by side: the runtime, and what one would write by hand."""
+"""Training loops that are compared in speed: the runtime, and loops as one would write them by hand."""
 
 import time
 from collections.abc import Callable
@@ -23,24 +23,24 @@ from shardwright_train.parallel.world import World
 SETTINGS = Hyperparameters(learning_rate=1e-4, warmup_steps=0, steps=10**6, weight_decay=0.1, clip_norm=1.0)
 _RATE = SETTINGS.learning_rate_at(SETTINGS.steps // 2)
 _CHUNKS = 8
-"""Pieces of a batch's positions whose logits exist at the same time."""
+"""Number of pieces of a batch's positions; the logits of only one piece exist at a time."""
 
 Train = Callable[[Batch], Tensor | float]
-"""One step; its loss."""
+"""A function that trains one step and returns its loss."""
 Way = Callable[[Plan, World, Groups], Train]
 
 
 def runtime(plan: Plan, world: World, groups: Groups) -> Train:
-    """The runtime under a plan."""
+    """Return a function that trains a step with the runtime under a plan."""
     engine = engine_of(plan, world, groups, "sdpa", SETTINGS, DrawnOnDevice())
     return lambda batch: engine.train_step(step_of(engine, batch, SETTINGS.steps // 2)).loss
 
 
 def plain_loop(plan: Plan, world: World, groups: Groups, *, compiled: bool = False, experts: str = "") -> Train:
-    """A loop over stock transformers with the weights of the runtime.
+    """Return a loop over stock transformers with the weights of the runtime.
 
-    `experts`: how transformers computes experts. Autocast does not reach its grouped products: the weights are in
-    bfloat16 then, and no autocast is used.
+    `experts`: how transformers computes experts. Autocast does not affect its grouped matrix products: with this option
+    the weights are in bfloat16, and no autocast is used.
     """
     dtype = torch.bfloat16 if experts else torch.float32
     engine = engine_of(plan, world, groups, "sdpa", SETTINGS, DrawnOnDevice())
@@ -61,7 +61,7 @@ def plain_loop(plan: Plan, world: World, groups: Groups, *, compiled: bool = Fal
 
 
 def sharded_loop(plan: Plan, world: World, groups: Groups) -> Train:
-    """A loop like torchtitan's: blocks compiled one by one and sharded by FSDP2, and the loss in chunks."""
+    """Return a loop like torchtitan's: blocks compiled one by one and sharded by FSDP2, and the loss in chunks."""
     stock: Any = stock_of(engine_of(plan, world, groups, "sdpa", SETTINGS, DrawnOnDevice()), "sdpa")
     mesh = init_device_mesh(world.device.type, (1,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -80,7 +80,7 @@ def sharded_loop(plan: Plan, world: World, groups: Groups) -> Train:
         losses = [checkpoint(chunk_loss, x, y, stock.lm_head.weight, use_reentrant=False) for x, y in pieces]
         return torch.stack(losses).sum() / labels.numel()
 
-    # FSDP2 gathers the head's weights where the whole model is called.
+    # FSDP2 gathers the head's weights when the whole model is called.
     stock.forward = forward
 
     def step(batch: Batch) -> Tensor:
@@ -114,7 +114,7 @@ def _updated(stock: nn.Module, adamw: torch.optim.AdamW, loss: Tensor) -> Tensor
 
 
 def timed(train: Train, batches: list[Batch], warm_up: int, device: torch.device) -> Values:
-    """The median step; all losses, which ways share but for rounding; what warming up took; peak memory."""
+    """Return step times and their median, warm-up time, peak memory, and losses: equal for all ways up to rounding."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     began = time.perf_counter()
@@ -138,7 +138,7 @@ def timed(train: Train, batches: list[Batch], warm_up: int, device: torch.device
 
 
 def mark(device: torch.device) -> Any:  # noqa: ANN401
-    """A moment of the device's work."""
+    """Return a mark of the present moment in the device's work."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -147,12 +147,12 @@ def mark(device: torch.device) -> Any:  # noqa: ANN401
 
 
 def between(before: Any, after: Any) -> float:  # noqa: ANN401
-    """Seconds between two moments; the device must have reached the second."""
+    """Return the seconds between two marks; the device must have reached the second one."""
     seconds: float = after - before if isinstance(before, float) else before.elapsed_time(after) / 1000
     return seconds
 
 
 def wait(device: torch.device) -> None:
-    """Wait until the device has done all that it was given."""
+    """Wait until the device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""S5: memory of plans of eight devices, as the first rank and the last one take it on one, without the others."""
+"""S5: memory of plans of eight devices: the first and the last rank are run on one device, without the others."""
 
 import json
 import time
@@ -24,10 +24,10 @@ _DEVICES = 8
 
 
 def rows(setting: Setting, stack: ExitStack) -> list[Row]:
-    """A row for each plan and each of its two ranks."""
+    """Return a row for each plan and its first and last rank."""
     predicted = json.loads((setting.carried / PREDICTIONS).read_bytes())["plans"]
     names = [name for name, one in predicted.items() if one["devices"] == "eight"]
-    # A null device counts no positions of experts, so that ranks would send none.
+    # A null device does not count the positions of experts, so ranks would send none.
     names = [name for name in names if not (setting.null and name.startswith("experts"))]
     return [
         Row(f"{name}, rank {rank}", partial(_taken, setting, predicted[name], rank))
@@ -37,7 +37,7 @@ def rows(setting: Setting, stack: ExitStack) -> list[Row]:
 
 
 def _taken(setting: Setting, predicted: Mapping[str, Any], rank: int) -> Values:
-    """The peak of a step after a first one, and what was predicted of the rank."""
+    """Return the memory peak of a step, after a first one, and the predictions for the rank."""
     plan = read_document(setting.carried / "plans" / predicted["file"], Plan)
     with fake_world(setting, rank, _DEVICES) as world:
         groups = Groups(setting.device_type)
@@ -65,7 +65,7 @@ def _taken(setting: Setting, predicted: Mapping[str, Any], rank: int) -> Values:
 
 
 def lines(rows: Mapping[str, Any]) -> list[str]:
-    """The table."""
+    """Return the table of this step's report."""
     told = [
         [
             name,

@@ -1,4 +1,4 @@
-"""The plans that are predicted beforehand: of one device to be measured, of eight whose memory is measured on one."""
+"""The plans that are predicted beforehand: plans of one device, and of eight whose memory is measured on one."""
 
 from functools import cache
 from pathlib import Path
@@ -38,18 +38,18 @@ _LENGTHS = {LLAMA: 4096, SMALL: 4096, GPT2: 1024, EXPERTS: 4096}
 _TINY_LENGTH = 32
 _LORA = {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
 PACKED = "llama of 1 B, 4 layers, packed documents"
-"""Trained by `run` on documents that keep to themselves: `measure` knows no documents."""
+"""Name of the plan that `run` trains on documents that do not attend to one another, which `measure` cannot do."""
 
 
 class Case(NamedTuple):
-    """A plan, and whether the profile that is measured of Llama's layers prices it."""
+    """A plan, and whether the measured profile of Llama's layers can price it."""
 
     plan: Plan
     is_profiled: bool = True
 
 
 def config_of(setting: Setting, model: str, layers: int) -> dict[str, Any]:
-    """The config.json of a model with so many layers."""
+    """Return the config.json of a model with a number of layers."""
     config: dict[str, Any] = dict(configurations.LLAMA_1B if model == SMALL else configurations.EXPERTS)
     if model in _PRESETS:
         config = dict(read_presets()[model].config)
@@ -57,25 +57,25 @@ def config_of(setting: Setting, model: str, layers: int) -> dict[str, Any]:
     if setting.tiny:
         config |= _TINY[LLAMA if model == SMALL else model]
     elif model == LLAMA:
-        # Embedding and head of 128,256 tokens would be most of a few layers, and take most of the time to draw.
+        # With 128,256 tokens, embedding and head would be most of a small model and of the time to draw its weights.
         config |= {"max_position_embeddings": _LENGTHS[LLAMA], "vocab_size": 32000}
     return config
 
 
 def length_of(setting: Setting, model: str) -> int:
-    """The length of a model's samples."""
+    """Return the sequence length of a model."""
     return int(setting.size(_LENGTHS[model], _TINY_LENGTH))
 
 
 @cache
 def model_of(setting: Setting, model: str, layers: int, lora: bool = False, parts: int = 1) -> Model:
-    """The description of a model with so many layers, at its length or a part of it."""
+    """Return the description of a model with a number of layers, at its sequence length divided by `parts`."""
     found = described(config_of(setting, model, layers), model, length_of(setting, model) // parts)
     return adapt(found, adapter_of_config(_LORA, Path("LoRA")), Path("LoRA")) if lora else found
 
 
 def of_one_device(setting: Setting) -> dict[str, Case]:
-    """14 plans of one device."""
+    """Return 14 plans of one device by name."""
 
     def llama(
         name: str,
@@ -116,7 +116,7 @@ def of_one_device(setting: Setting) -> dict[str, Case]:
 
 
 def of_eight_devices(setting: Setting) -> dict[str, Case]:
-    """10 plans of eight devices."""
+    """Return 10 plans of eight devices by name."""
     model, sparse = model_of(setting, LLAMA, 8), model_of(setting, EXPERTS, 4)
     mega, zero2, zero3 = SequenceParallel.MEGATRON, DataParallel.ZERO2, DataParallel.ZERO3
 

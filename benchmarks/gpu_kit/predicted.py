@@ -1,7 +1,7 @@
 """S4: step time and memory of 14 plans of one device: from shapes, from a measured profile, and measured.
 
-What is predicted from shapes was written beforehand. The profile holds Llama-3-8B's layers in other numbers than the
-plans; GPT-2 XL, LoRA and packed documents are priced from shapes alone.
+Predictions from shapes were written beforehand. The profile has Llama-3-8B's layers, in other numbers than the plans;
+GPT-2 XL, LoRA and packed documents are priced only from shapes.
 """
 
 import json
@@ -28,17 +28,17 @@ HARDWARE, PROFILE = "hardware", "llama-3-8b"
 PRECISION = {"parameters": "float32", "compute": "bfloat16", "reduce": "float32"}
 _RUN_STEPS = 6
 _AT_ONCE_S = {HARDWARE: 90.0, PROFILE: 150.0, "measured": 200.0}
-"""Seconds that a command may take under no other limit; a rehearsal's processor is shared with others."""
+"""Maximum seconds of a command if there is no other limit; longer in a rehearsal, whose processor is shared."""
 _PATIENCE = 5
 
 
 def profile_file(setting: Setting, what: str) -> Path:
-    """The profile of the device, or of the layers."""
+    """Return the path of a profile: `what` is the device's or the layers'."""
     return setting.work / "profiles" / f"{what}.h5"
 
 
 def rows(setting: Setting, stack: ExitStack) -> list[Row]:
-    """The two profiles, one measurement of all plans, and a row for each plan."""
+    """Return the rows of the two profiles, of the measurements of all plans, and of each plan."""
     predicted = {name: one for name, one in predictions(setting).items() if one["devices"] == "one"}
     profiles, halves = cache(partial(_profiles, setting)), _halves(predicted)
     return [
@@ -50,7 +50,7 @@ def rows(setting: Setting, stack: ExitStack) -> list[Row]:
 
 
 def predictions(setting: Setting) -> dict[str, Any]:
-    """What was predicted of each plan beforehand."""
+    """Return the predictions of each plan that were written beforehand."""
     found: dict[str, Any] = json.loads((setting.carried / PREDICTIONS).read_bytes())["plans"]
     return found
 
@@ -101,13 +101,13 @@ def _profiles(setting: Setting) -> Profiles:
 
 
 def _halves(predicted: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Plans by the launch that measures them: what ends one early leaves the other. None measures packed documents."""
+    """Return plans by the launch that measures them: if one fails, the other remains. Packed documents are in none."""
     plans = [(name, one) for name, one in predicted.items() if name != PACKED]
     return {"first half": dict(plans[: len(plans) // 2]), "second half": dict(plans[len(plans) // 2 :])}
 
 
 def _measure(setting: Setting, half: str, predicted: Mapping[str, Any]) -> Values:
-    """Some plans, in one launch."""
+    """Measure some plans in one launch."""
     plans = [plan_file(setting, one) for one in predicted.values()]
     steps, seconds = setting.size((5, 0.3), (1, 0.0))
     _command(setting, "measured", "shardwright", "train", "measure", *plans, "--steps", steps, "--min-time-s", seconds,
@@ -121,7 +121,7 @@ def _measured_file(setting: Setting, half: str) -> Path:
 
 
 def plan_file(setting: Setting, predicted: Mapping[str, Any]) -> Path:
-    """The file of a plan that was predicted beforehand."""
+    """Return the file of a plan that was predicted beforehand."""
     return setting.carried / "plans" / str(predicted["file"])
 
 
@@ -148,14 +148,14 @@ def _row(
 
 
 def _trained(setting: Setting, predicted: Mapping[str, Any]) -> Values:
-    """Steps of `run` on documents that keep to themselves."""
+    """Train steps by `run` on documents that do not attend to one another; return their times and memory."""
     out = setting.work / "run"
     _command(setting, "measured", "shardwright", "train", "run", plan_file(setting, predicted), "--data",
              setting.carried / TOKENS, "--steps", _RUN_STEPS, "--reset-attention-mask", "--reset-position-ids",
              "--checkpoints", out / "kept", "--out", out)  # fmt: skip
     (metrics,) = (out / "kept").glob("*/metrics.jsonl")
     steps = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    shutil.rmtree(out / "kept")  # a checkpoint of it is tens of gigabytes
+    shutil.rmtree(out / "kept")  # its checkpoint has tens of gigabytes
     return {
         "measured_s": median(step["step_time_s"] for step in steps[2:]),
         "measured_bytes": max(size for step in steps for size in step["peak_memory_bytes"]),
@@ -164,7 +164,7 @@ def _trained(setting: Setting, predicted: Mapping[str, Any]) -> Values:
 
 
 def lines(rows: Mapping[str, Any]) -> list[str]:
-    """The table, and the median errors."""
+    """Return the table of this step's report, and the median errors."""
     plans = {name: row for name, row in rows.items() if "measured_s" in row}
     told = [
         [

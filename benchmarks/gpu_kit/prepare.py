@@ -1,7 +1,7 @@
-"""What travels to a GPU beside the tree, in .kit: plans, what is predicted of them, tokens, and the commit.
+"""Write what is copied to a GPU's machine in addition to the tree, into .kit: plans, predictions, tokens, the commit.
 
 python -m gpu_kit.prepare              # for an H200, and for a rehearsal
-python -m gpu_kit.prepare --wheels     # and wheels of what that machine has not, in .whl (asks a package index)
+python -m gpu_kit.prepare --wheels     # and wheels that the machine does not have, in .whl (uses a package index)
 """
 
 import argparse
@@ -34,7 +34,7 @@ from shardwright_train.dry_run import check_roles
 from shardwright_train.models.base import family_named
 
 _WHEELS = ("msgspec==0.22.0", "transformers==5.23.0")
-"""What the machine that a kit travels to has not, or only in an older version."""
+"""Packages that the machine does not have, or only in an older version."""
 _PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 DEVICE = "H200"
 """The key of the device that the kit is for, in the table of devices."""
@@ -44,7 +44,7 @@ VOCABULARY = 512
 
 
 def main() -> None:
-    """Write everything; what was there is written anew."""
+    """Write all files; existing ones are replaced."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--carried", type=Path, default=ROOT / ".kit", help="folder to write")
     parser.add_argument("--wheels", type=Path, nargs="?", const=ROOT / ".whl", help="fetch wheels into a folder")
@@ -73,7 +73,7 @@ def _settings(asked: argparse.Namespace) -> list[Setting]:
 
 
 def setting_of_h200(carried: Path) -> Setting:
-    """One device of the table, as its driver names it."""
+    """Return the setting of one H200, from the table of devices."""
     table = read_devices()
     device = table.devices[DEVICE]
     assert device.memory_bytes is not None
@@ -89,7 +89,7 @@ def setting_of_h200(carried: Path) -> Setting:
 
 
 def prepare(setting: Setting) -> None:
-    """Write the plans of a setting with what is predicted of each, and tokens of several documents."""
+    """Write the plans of a setting with their predictions, and the tokens of several documents."""
     folder = setting.carried / "plans"
     folder.mkdir(parents=True, exist_ok=True)
     found = {}
@@ -107,7 +107,7 @@ def prepare(setting: Setting) -> None:
 
 
 def _profiles(setting: Setting, folder: Path) -> Mapping[str, Profiles]:
-    """Analytic profiles of every model."""
+    """Return the analytic profiles of every model by name."""
     hardware, models = write_profiles(setting, folder)
     return {name: read_profiles((hardware,), (file,)) for name, file in models.items()}
 
@@ -127,7 +127,7 @@ def write_profiles(setting: Setting, folder: Path) -> tuple[Path, Mapping[str, P
         attention=Attention.SDPA,
     )
     for name, layers in {LLAMA: 4, SMALL: 4, GPT2: 12, EXPERTS: 4, f"{LLAMA} LoRA": 4}.items():
-        # At two lengths, by which ranks that share positions out are priced.
+        # At two lengths, from which ranks over which positions are split are priced.
         models = [(Path(name), model_of(setting, name.split(" ")[0], layers, name.endswith("LoRA"), n)) for n in (1, 2)]
         made = model_profile(models, settings, rates, Efficiencies(), table.revised)
         found[name] = folder / f"{name}.h5"
@@ -136,7 +136,7 @@ def write_profiles(setting: Setting, folder: Path) -> tuple[Path, Mapping[str, P
 
 
 def _predicted(case: Case, priced: Mapping[str, Profiles]) -> dict[str, Any]:
-    """Time and memory from shapes, and the peak of each role by a simulated step."""
+    """Return time and memory from shapes, and the peak memory of each role by a simulated step."""
     plan = case.plan
     lora = " LoRA" if "LoRA" in plan.name else ""
     profiles = priced[f"{plan.model.name}{lora}"]
@@ -151,7 +151,7 @@ def _predicted(case: Case, priced: Mapping[str, Profiles]) -> dict[str, Any]:
 
 
 def _write_tokens(folder: Path) -> None:
-    """Tokens of many short documents, by the command that makes them of text."""
+    """Write the tokens of many short documents, with the command that makes tokens from text."""
     with TemporaryDirectory() as scratch:
         texts = Path(scratch) / "text"
         texts.mkdir()

@@ -1,4 +1,4 @@
-"""S2: the rates that estimates assume, measured: products, attention by kernel, memory, the host's time, copies."""
+"""S2: measured rates that estimates assume: matrix products, attention by kernel, memory, the host's time, copies."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -38,7 +38,7 @@ _PRODUCTS = {
     "1B gate": ((16384,), 2048, 5632),
     "1B down": ((16384,), 5632, 2048),
 }
-"""Rows, inputs and outputs of products of Llama-3-8B and a Llama of 1 B parameters."""
+"""Rows, inputs and outputs of matrix products in Llama-3-8B and in a Llama of 1 B parameters."""
 _KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -50,7 +50,7 @@ _LONG_ENOUGH_S = 0.05
 
 
 def rows(setting: Setting, stack: ExitStack) -> list[Row]:
-    """The rows, those first that most constants hang on."""
+    """Return the rows; those on which most constants depend come first."""
     products = [
         Row(f"product: {name}, {n} rows", partial(_product, setting, n, inputs, outputs))
         for name, (several, inputs, outputs) in _PRODUCTS.items()
@@ -74,13 +74,13 @@ def rows(setting: Setting, stack: ExitStack) -> list[Row]:
 
 
 def _assumed(setting: Setting) -> Values:
-    """What estimates assumed on the day of the measurement."""
+    """Return the constants that estimates assumed on the day of the measurement."""
     found = assumptions(setting.device, {})
     return {"device": setting.device, "entry": entry_of(setting.device)[0], **{one.name: one.assumed for one in found}}
 
 
 def clock(setting: Setting, do: Callable[[], object]) -> float:
-    """The median seconds of some calls, after two that are not timed."""
+    """Return the median seconds of some calls, after two calls that are not part of it."""
     device = device_of(setting)
     do()
     wait(device)
@@ -102,7 +102,7 @@ def _random(setting: Setting, *shape: int) -> Tensor:
 
 
 def _product(setting: Setting, rows: int, inputs: int, outputs: int) -> Values:
-    """Random numbers take more power than ones, so that clocks fall: models compute with the former."""
+    """Return the rates of a matrix product of random numbers, as in models, and of ones, which take less power."""
     rows, inputs, outputs = (setting.size(n, _TINY) for n in (rows, inputs, outputs))
     x, weight = _random(setting, rows, inputs), _random(setting, outputs, inputs)
     flops = 2 * rows * inputs * outputs
@@ -112,13 +112,13 @@ def _product(setting: Setting, rows: int, inputs: int, outputs: int) -> Values:
 
 
 def _attention(setting: Setting, kernel: str, length: int, features: int) -> Values:
-    """Causal attention, forward and backward; operations of pairs that are seen."""
+    """Return the rates of causal attention, forward and backward; only pairs that are not masked are counted."""
     heads, length = setting.size(_WIDTH, 64) // features, setting.size(length, _TINY)
     samples = max(1, setting.size(_POSITIONS, _TINY) // length)
     shape = samples, heads, length, features
     q, k, v = (_random(setting, *shape).requires_grad_() for _ in range(3))
     gradient = _random(setting, *shape)
-    # A processor has neither cuDNN's kernel nor the memory-efficient one: its rehearsal takes what it has.
+    # A processor has neither cuDNN's kernel nor the memory-efficient one: a rehearsal uses those that it has.
     backends = [_KERNELS[kernel]] if setting.on_cuda else [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
     with sdpa_kernel(backends):
         forward_s = clock(setting, lambda: scaled_dot_product_attention(q, k, v, is_causal=True))
@@ -140,7 +140,7 @@ def _norm(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _eager_norm(x: Tensor, y: Tensor) -> Tensor:
-    """As transformers has it."""
+    """Return an RMSNorm of single operators, as in transformers."""
     wide = x.float()
     return y[0] * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
 
@@ -152,7 +152,7 @@ _OPERATIONS: Mapping[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
     "RMSNorm, fused": (_norm, 2),
     "RMSNorm of single operators": (_eager_norm, 2),
 }
-"""Operations and the tensors that they read and write at least."""
+"""Operations, and the minimum number of tensors that each reads and writes."""
 
 
 def _moved(setting: Setting, name: str) -> Values:
@@ -162,7 +162,7 @@ def _moved(setting: Setting, name: str) -> Values:
 
 
 def _grouped(setting: Setting, experts: int) -> Values:
-    """Forward and backward, unevenly many rows for each expert."""
+    """Return the rates of grouped matrix products, forward and backward, with uneven numbers of rows per expert."""
     rows, inputs, outputs = setting.size((32768, 2048, 1024), (4 * experts, 32, 16))
     x = _random(setting, rows, inputs).requires_grad_()
     weights = _random(setting, experts, outputs, inputs).requires_grad_()
@@ -180,7 +180,7 @@ def _grouped(setting: Setting, experts: int) -> Values:
 
 
 def _adamw(setting: Setting) -> Values:
-    """Bytes of parameter, gradient and moments, read, and all but the gradient written."""
+    """Return AdamW's bytes per second: parameters, gradients and moments are read, all but the gradients written."""
     weights = [torch.zeros(setting.size(2**26, 2**10), device=device_of(setting)) for _ in range(8)]
     for weight in weights:
         weight.grad = torch.full_like(weight, 1e-3)
@@ -190,7 +190,7 @@ def _adamw(setting: Setting) -> Values:
 
 
 def _loss(setting: Setting) -> Values:
-    """Forward and backward of a head of 128,256 tokens on 4,096 positions, logits in float32."""
+    """Return the time of a head of 128,256 tokens on 4,096 positions, forward and backward, with float32 logits."""
     positions, width, vocabulary = setting.size((4096, 4096, 128256), (_TINY, 32, 61))
     states = _random(setting, positions, width).requires_grad_()
     head = (_random(setting, vocabulary, width) / width**0.5).requires_grad_()
@@ -208,7 +208,7 @@ def _loss(setting: Setting) -> Values:
 
 
 def lines(rows: Mapping[str, Any]) -> list[str]:
-    """What is assumed beside what was found, then every rate."""
+    """Return a table that compares assumed and measured constants, then the tables of all rates."""
     products = [
         [
             name.removeprefix("product: "),
@@ -244,7 +244,7 @@ def lines(rows: Mapping[str, Any]) -> list[str]:
     ]
 
 
-# S2: the host's time for each kernel of an eager block, the device's for a small one, and copies between them.
+# S2: the host's time per kernel of an eager block, the device's time for a small kernel, and copies between them.
 
 
 _FEW_LAYERS, _MORE_LAYERS = 2, 6
@@ -253,7 +253,7 @@ _IN_A_GRAPH = 1000
 
 
 def host_rows(setting: Setting) -> list[Row]:
-    """The rows."""
+    """Return the rows of host times, small kernels and copies."""
     ways = [(place, way) for place in ("pinned", "pageable") for way in ("to the device", "to the host")]
     return [
         Row("host: an eager Llama block", partial(_block, setting)),
@@ -263,7 +263,7 @@ def host_rows(setting: Setting) -> list[Row]:
 
 
 def _block(setting: Setting) -> Values:
-    """Kernels and the host's seconds of a block's passes, as differences of two numbers of blocks of a tiny size."""
+    """Return kernels and host seconds of a block's passes: differences between two numbers of blocks of a tiny size."""
     few, more = (_passes(setting, layers) for layers in (_FEW_LAYERS, _MORE_LAYERS))
     blocks = _MORE_LAYERS - _FEW_LAYERS
     found = {name: (more[name] - few[name]) / blocks for name in few}
@@ -296,7 +296,7 @@ def _passes(setting: Setting, layers: int) -> dict[str, float]:
 
 
 def _host_s(device: torch.device, do: Callable[[], Any]) -> tuple[float, list[Any]]:
-    """Seconds of a call as the host sees it, who waits for nothing, and what the calls returned."""
+    """Return the seconds that a call takes the host, which does not wait for the device, and the calls' results."""
     wait(device)
     began = time.perf_counter()
     returned = [do() for _ in range(_CALLS)]
@@ -306,7 +306,7 @@ def _host_s(device: torch.device, do: Callable[[], Any]) -> tuple[float, list[An
 
 
 def _kernels(setting: Setting, do: Callable[[], Any]) -> tuple[float, Any]:
-    """The kernels of a call; on a processor, its operators."""
+    """Return the number of kernels of a call, or of operators on a processor, and the call's result."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * setting.on_cuda
     with profile(activities=activities) as profiler:
         returned = do()
@@ -318,7 +318,7 @@ def _kernels(setting: Setting, do: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def _small_kernel(setting: Setting) -> Values:
-    """Seconds of one of many small kernels that depend on one another, replayed by a graph where there are such."""
+    """Return the seconds of one of many dependent small kernels, replayed by a CUDA graph if there are graphs."""
     device = device_of(setting)
     x, kernels = torch.zeros(256, device=device), setting.size(_IN_A_GRAPH, 10)
 

@@ -1,8 +1,8 @@
-"""S1: 13 families in bfloat16 and float32, under each recomputation, beside stock transformers: loss and gradients.
+"""S1: 13 families in bfloat16 and float32, under each recomputation, against stock transformers: loss and gradients.
 
-The tolerance is not chosen: stock transformers is itself so far from the same step in the next wider format, by the
-rounding of its own operations. Two computations that each are so far from the exact one are at most twice as far from
-each other (the triangle inequality), and that is what is held.
+The tolerance is not chosen by hand: it is twice the distance of stock transformers from the same step in the next wider
+format, which is due to the rounding of its own operations. Two computations that are each at most that far from the
+exact one are at most twice as far from each other (the triangle inequality).
 """
 
 import time
@@ -51,7 +51,7 @@ _TRIANGLE = 2.0
 
 
 class _Stock(NamedTuple):
-    """A step of stock transformers, in the format and in the next wider one."""
+    """A step of stock transformers, in a format and in the next wider one (`exact`)."""
 
     kernel: str
     losses: Tensor
@@ -61,12 +61,12 @@ class _Stock(NamedTuple):
 
 
 def rows(setting: Setting, stack: ExitStack) -> list[Row]:
-    """The rows: every family in both formats under each recomputation, then experts, rings, bits and host memory."""
+    """Return the rows: every family, format and recomputation, and in the middle experts, rings, bits, host memory."""
     world, groups = lone_world(setting, stack), cache(lambda: Groups(setting.device_type))
     found = []
     for dtype in FORMATS:
         for family in FAMILIES:
-            # A family's stock step serves its three rows, and is forgotten when the next family begins.
+            # A family's stock step is used by its three rows, and is dropped when the next family begins.
             stock = _last_one(partial(_stock, setting, world, groups, family, dtype), stack)
             found += [
                 Row(f"{family} {dtype} {kind}", partial(_compared, setting, world, groups, family, dtype, kind, stock))
@@ -85,7 +85,7 @@ _HELD: dict[str, _Stock] = {}
 
 
 def _last_one(make: Callable[[], _Stock], stack: ExitStack) -> Callable[[], _Stock]:
-    """A function that makes its value once, and forgets those of others then."""
+    """Return a function that makes its value at the first call, and drops the values of other such functions then."""
     key = str(id(make))
     stack.callback(_HELD.clear)
 
@@ -116,7 +116,7 @@ def _stock(
     (kernel,) = settle_attention([plan], world())
     engine = engine_of(plan, world(), groups(), kernel)
     batch = {name: x.to(world().device) for name, x in _batch(plan.model, plan.global_batch_size).items()}
-    # Stock has sinks in the eager kernel alone.
+    # Stock transformers supports sinks only in the eager kernel.
     stocks = "eager" if kernel == "eager" or engine.stage.context.family.facts.attention.sinks else "sdpa"
     steps = []
     with any_kernel():
@@ -166,13 +166,13 @@ def _patches(config: dict[str, Any]) -> int:
 
 
 def gradients_of(engine: Any) -> dict[str, Tensor]:  # noqa: ANN401
-    """By the names of transformers; those of replicas are sums already."""
+    """Return the gradients by the names of transformers; gradients of replicas are already summed."""
     found = by_stock_names(engine, lambda parameter: parameter.grad)
     return {name: gradient.double() for name, gradient in found.items()}
 
 
 def _stock_step(stock: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of every label that counts, and the gradients of their mean."""
+    """Return the loss of every label that is not ignored, and the gradients of their mean."""
     logits, labels = logits_of(stock, batch).flatten(0, -2), batch["labels"].flatten()
     wide = logits if logits.dtype is torch.float64 else logits.float()
     losses = nn.functional.cross_entropy(wide, labels, reduction="none", ignore_index=IGNORED)[labels != IGNORED]
@@ -182,7 +182,7 @@ def _stock_step(stock: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tenso
 
 
 def _relative(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """The 2-norm of all differences over that of all wanted values."""
+    """Return the 2-norm of all differences divided by the 2-norm of all wanted values."""
     if set(found) != set(wanted):
         raise SystemExit(f"not the same parameters: {sorted(set(found) ^ set(wanted))[:3]}")
     difference = sum(float((found[name].view(x.shape) - x).square().sum()) for name, x in wanted.items())
@@ -190,7 +190,7 @@ def _relative(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 
 
 def _worst(own: dict[str, Tensor], stock: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, Any]:
-    """The parameter that is farthest off, by its distance over what is allowed; those without rounding are left out."""
+    """Return the parameter with the largest ratio of distance to tolerance, if stock has rounding errors in it."""
     ratios = {
         name: float((own[name].view(x.shape) - x).norm()) / (_TRIANGLE * rounding)
         for name, x in stock.items()
@@ -201,7 +201,7 @@ def _worst(own: dict[str, Tensor], stock: dict[str, Tensor], exact: dict[str, Te
 
 
 def lines(rows: Mapping[str, Any]) -> list[str]:
-    """The tables."""
+    """Return the tables of this step's report."""
     compared = {name: row for name, row in rows.items() if "gradient_distance" in row}
     agree = sum(row["agrees"] for row in compared.values())
     head = [
@@ -235,7 +235,7 @@ def lines(rows: Mapping[str, Any]) -> list[str]:
     ]
 
 
-# S1: the same step twice: whether it gives the same bits, with each kernel of attention.
+# S1: whether the same step gives the same bits twice, with each attention kernel.
 
 
 KERNELS = {
@@ -248,7 +248,7 @@ _MODELS = {"llama": (), "mixtral": ("as chosen",)}
 
 
 def bits_rows(setting: Setting, world: Callable[[], World], groups: Callable[[], Groups]) -> list[Row]:
-    """The rows; a model with experts once."""
+    """Return a row for each attention kernel, and one for a model with experts."""
     return [
         Row(f"bits: {family}, {kernel}", partial(_twice, setting, world, groups, family, kernel))
         for family, kernels in _MODELS.items()
@@ -276,7 +276,7 @@ def _twice(
 
 
 def bits_lines(rows: Mapping[str, Any]) -> list[str]:
-    """The table."""
+    """Return the table of the steps run twice."""
     told = [
         [name.removeprefix("bits: "), "yes" if row["same"] else "no", f"{row['unlike']} of {row['of']}"]
         for name, row in rows.items()
@@ -285,7 +285,7 @@ def bits_lines(rows: Mapping[str, Any]) -> list[str]:
     return [*table("model, kernel|same bits twice|tensors that differ", told)]
 
 
-# S1: a step with states or activations in host memory beside the same without: bits, time, and the device's memory.
+# S1: a step with states or activations in host memory against the same step without: bits, time, device memory.
 
 
 _STEPS = 4
@@ -298,7 +298,7 @@ _CASES = (
 
 
 def host_rows(setting: Setting, world: Callable[[], World], groups: Callable[[], Groups]) -> list[Row]:
-    """A row for each kind of offload, of all blocks."""
+    """Return a row for each kind of offload, which is used in all blocks."""
     return [
         Row(f"host: {offload}, recompute {recompute}", partial(_beside, setting, world, groups, offload, recompute))
         for offload, recompute in _CASES
@@ -324,7 +324,7 @@ def _beside(
 
 
 def _trained(setting: Setting, plan: Plan, world: World, groups: Groups) -> dict[str, Any]:
-    """Some steps: the parameters after them, the fastest step's time, and the most that the device's tensors took."""
+    """Train some steps; return the parameters after them, the fastest step's time, and the peak of device tensors."""
     engine: Engine = engine_of(plan, world, groups, "sdpa")
     times_s = []
     for number in range(1, _STEPS + 1):
@@ -344,7 +344,7 @@ def _trained(setting: Setting, plan: Plan, world: World, groups: Groups) -> dict
 
 
 def host_lines(rows: Mapping[str, Any]) -> list[str]:
-    """The table."""
+    """Return the table of steps with offloading."""
     told = [
         [
             name.removeprefix("host: "),

@@ -1,4 +1,4 @@
-"""S1: products in groups of rows by expert beside a loop in float64, with experts that have no row."""
+"""S1: grouped matrix products by expert against a loop in float64, also with experts that have no row."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -16,18 +16,18 @@ from shardwright_train.parallel.experts import expert_products
 
 _COUNTS = {"none, one, odd and many rows": (0, 1, 7, 8, 4096), "the last has none": (8, 4096, 0), "one row": (0, 1, 0)}
 _TINY = 24
-"""Rows that stand for the most in a rehearsal."""
+"""Maximum number of rows of an expert in a rehearsal."""
 _BOUND = 2.0**-7
-"""Of results in bfloat16, whose sums are in float32: their own rounding is half of that."""
+"""Bound on errors of bfloat16 results whose sums are in float32: twice the rounding of the results themselves."""
 
 
 def rows(setting: Setting) -> list[Row]:
-    """The rows."""
+    """Return a row for each list of row counts."""
     return [Row(f"experts: {name}", partial(_products, setting, counts)) for name, counts in _COUNTS.items()]
 
 
 def _products(setting: Setting, counts: tuple[int, ...]) -> Values:
-    """Results and gradients beside those of a loop; what a kernel leaves unwritten would be NaN."""
+    """Compare results and gradients with those of a loop; memory that a kernel leaves unwritten has NaN."""
     counts = tuple(min(n, setting.size(4096, _TINY)) for n in counts)
     device, inputs, outputs = device_of(setting), *setting.size((512, 768), (32, 48))
     generator = torch.Generator(device).manual_seed(0)
@@ -51,20 +51,20 @@ def _products(setting: Setting, counts: tuple[int, ...]) -> Values:
 
 
 def _poison(setting: Setting, device: torch.device, size: int) -> None:
-    """Leave NaN in the memory that the allocator hands out next."""
+    """Fill with NaN the memory that the allocator hands out next."""
     if setting.on_cuda:
         pieces = [torch.full((size // 16,), float("nan"), device=device) for _ in range(4)]
         del pieces
 
 
 def _distance(mine: Tensor | None, wanted: Tensor | None) -> float:
-    """The largest difference over the largest value; NaN where any value is."""
+    """Return the largest difference divided by the largest wanted value; NaN if any value is NaN."""
     assert mine is not None and wanted is not None
     return float((mine.detach().double() - wanted.detach()).abs().max() / wanted.detach().abs().max())
 
 
 def lines(rows: Mapping[str, Any]) -> list[str]:
-    """The table."""
+    """Return the table of grouped matrix products."""
     told = [
         [
             name.removeprefix("experts: "),

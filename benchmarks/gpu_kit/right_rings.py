@@ -1,4 +1,4 @@
-"""S1: attention in blocks, merged over four pieces of keys, beside plain attention in float64."""
+"""S1: attention in blocks, merged over four pieces of keys, against plain attention in float64."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -15,7 +15,7 @@ from shardwright_train.parallel.attention_blocks import Block, nothing_attended
 
 _PIECES = 4
 _BOUND = {"bfloat16": 2.0**-5, "float32": 2.0**-12}
-"""Of a value over the largest: results and gradients are rounded in each piece and in each sum of pieces."""
+"""Bounds on errors over the largest value: results and gradients are rounded in each piece and each sum of pieces."""
 
 
 class _Case(NamedTuple):
@@ -39,12 +39,12 @@ _CASES = {
 
 
 def rows(setting: Setting) -> list[Row]:
-    """The rows."""
+    """Return a row for each case."""
     return [Row(f"ring: {name}", partial(_blocks, setting, case)) for name, case in _CASES.items()]
 
 
 def _blocks(setting: Setting, case: _Case) -> Values:
-    """Queries of the last piece attend to all four, the last of which is causal."""
+    """Compare attention of the last piece's queries to all four pieces with plain attention; the last is causal."""
     device, dtype, length = device_of(setting), getattr(torch, case.dtype), setting.size(512, 16)
     generator = torch.Generator(device).manual_seed(0)
 
@@ -76,7 +76,7 @@ def _blocks(setting: Setting, case: _Case) -> Values:
 
 
 def _seen(case: _Case, length: int, device: torch.device) -> Tensor:
-    """The keys that each query sees [queries, keys], of earlier positions; documents begin late."""
+    """Return which keys the last piece's queries see [queries, keys]; with documents, from half a piece before it."""
     positions = torch.arange(_PIECES * length, device=device)
     seen = positions[-length:, None] >= positions
     return seen & (positions >= positions[-length] - length // 2) if case.documents else seen
@@ -90,7 +90,7 @@ def _block(case: _Case, seen: Tensor, piece: int, length: int) -> Block:
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, seen: Tensor) -> list[Tensor]:
-    """Output and gradients of plain attention in float64."""
+    """Return the output and the gradients of plain attention in float64."""
     q, k, v = (x.double().requires_grad_() for x in (query, key, value))
     more = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(more, 1).mT * q.shape[-1] ** -0.5
@@ -100,7 +100,7 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, seen: Te
 
 
 def lines(rows: Mapping[str, Any]) -> list[str]:
-    """The table."""
+    """Return the table of attention in blocks."""
     told = [
         [name.removeprefix("ring: "), row["kernel"]]
         + [f"{row[part]:.1e}" for part in ("output", "queries", "keys", "values")]

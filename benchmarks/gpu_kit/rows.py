@@ -1,4 +1,4 @@
-"""Rows of results: each is tried by itself, and written as soon as it is there."""
+"""Rows of results: each is tried separately, and written as soon as it is known."""
 
 import gc
 import json
@@ -20,7 +20,7 @@ from shardwright.io import write_bytes
 
 Values = dict[str, Any]
 _STOPPED = (75, 130, 143)
-"""Exit codes of ends that were asked for."""
+"""Exit codes of processes that were asked to end."""
 
 
 class Row(NamedTuple):
@@ -31,47 +31,47 @@ class Row(NamedTuple):
 
 
 class RowTimedOut(Exception):
-    """A row took longer than its step has left."""
+    """A row took longer than the time that its step had left."""
 
 
 class Results:
-    """What was found so far, by step and row, in a file that is rewritten after every row."""
+    """The results so far, by step and row, in a file that is rewritten after every row."""
 
     def __init__(self, path: Path, setting: Setting, keep_failed: bool) -> None:
-        """Take over rows of a file that the same device, versions and sources made; failed ones only if asked to."""
+        """Take over rows of a file from the same device, versions and sources; failed ones only if `keep_failed`."""
         self._path, self._identity = path, setting.identity()
         self.steps: dict[str, dict[str, Any]] = {}
         before = json.loads(path.read_bytes()) if path.is_file() else {}
-        # A commit of other files changes no result: it is noted, not compared.
+        # A commit may change only other files, which affects no result: it is noted, but not compared.
         if before and all(before.get(key) == value for key, value in self._identity.items() if key != "commit"):
             for name, step in before["steps"].items():
                 kept = {row: found for row, found in step["rows"].items() if keep_failed or "error" not in found}
                 self.steps[name] = step | {"rows": kept, "not_reached": []}
 
     def has(self, step: str, row: str) -> bool:
-        """Whether a row is there."""
+        """Return whether a row has a result or an error."""
         return row in self.steps.get(step, {}).get("rows", {})
 
     def rows(self, step: str) -> dict[str, Values]:
-        """The rows of a step that succeeded."""
+        """Return those rows of a step that succeeded."""
         return {name: row for name, row in self.steps.get(step, {}).get("rows", {}).items() if "error" not in row}
 
     def add(self, step: str, title: str, row: str, found: Values) -> None:
-        """Keep a row, and write the file."""
+        """Add a row, and write the file."""
         entry = self.steps.setdefault(step, {"title": title, "seconds": 0.0, "rows": {}, "not_reached": []})
         entry["rows"][row] = found
         entry["seconds"] = round(entry["seconds"] + found["row_s"], 2)
         self.write()
 
     def leave(self, step: str, title: str, rows: list[str]) -> None:
-        """Note rows of a step that there was no time for."""
+        """Note the rows of a step for which there was no time, and write the file."""
         entry = self.steps.setdefault(step, {"title": title, "seconds": 0.0, "rows": {}, "not_reached": []})
         entry["not_reached"] = rows
         self.write()
 
     @property
     def failed(self) -> list[str]:
-        """Step, row and error of each row that failed."""
+        """Return step, row and error of each row that failed."""
         return [
             f"{step}: {row}: {found['error']}"
             for step, entry in self.steps.items()
@@ -81,21 +81,21 @@ class Results:
 
     @property
     def not_reached(self) -> list[str]:
-        """Step and row of each row that there was no time for."""
+        """Return step and row of each row for which there was no time."""
         return [f"{step}: {row}" for step, entry in self.steps.items() for row in entry["not_reached"]]
 
     def whole(self) -> Values:
-        """Everything, as it is written."""
+        """Return the whole content of the file."""
         return {**self._identity, "date": today(), "steps": dict(sorted(self.steps.items()))}
 
     def write(self) -> None:
-        """Write the file, whole or not at all."""
+        """Write the file completely or not at all."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(self._path, (json.dumps(in_json(self.whole()), indent=1, allow_nan=False) + "\n").encode())
 
 
 def tried(row: Row, setting: Setting, left_s: float) -> Values:
-    """The result of a row, or its error, and the seconds that it took."""
+    """Return the result or the error of a row, with the seconds that it took."""
     began = time.monotonic()
     found = outcome(row.do, left_s)
     gc.collect()
@@ -105,23 +105,23 @@ def tried(row: Row, setting: Setting, left_s: float) -> Values:
 
 
 def outcome(do: Callable[[], Values], left_s: float = math.inf) -> Values:
-    """What a call returns, or its error and where it was raised."""
+    """Return the result of a call, or its error and where it was raised."""
     try:
         with ended_after(left_s):
             return do()
     except SystemExit as ended:
         if ended.code in _STOPPED:
             raise
-        # Commands of this project that fail end so.
+        # Commands of this project end in this way if they fail.
         return {"error": f"it ended with {ended.code}"}
-    # The one place of the kit that catches everything: a device is there for minutes, and whatever goes wrong in one
-    # row (an operator that a version lacks, memory, a wrong assumption of the kit) must not cost the others.
+    # The only place of the kit that catches everything: a device is available for minutes, and a fault in one row (an
+    # operator that a version does not have, memory, a wrong assumption of the kit) must not cost the others.
     except Exception as error:
         return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:500]}", "at": _place(error)}
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line of this project's code that an error passed."""
+    """Return the innermost three lines of this project's code through which an error passed."""
     places, trace = [], error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
@@ -133,7 +133,7 @@ def _place(error: BaseException) -> str:
 
 @contextmanager
 def ended_after(seconds: float) -> Iterator[None]:
-    """Raise RowTimedOut where what runs inside takes longer, as soon as Python's interpreter gets to it."""
+    """Raise RowTimedOut if the `with` block takes longer, as soon as Python's interpreter handles the signal."""
     if math.isinf(seconds):
         yield
         return
@@ -151,7 +151,7 @@ def ended_after(seconds: float) -> Iterator[None]:
 
 
 def in_json(value: Any) -> Any:  # noqa: ANN401
-    """A value as JSON holds it: numbers that are not finite become text."""
+    """Return a value that JSON can represent: numbers that are not finite become text."""
     if isinstance(value, Mapping):
         return {str(key): in_json(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -159,11 +159,11 @@ def in_json(value: Any) -> Any:  # noqa: ANN401
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# The report: what was found, on what, and what is not there.
+# The report: the results, the device, and the rows that are missing.
 
 
 def page_of(results: Results, steps: Mapping[str, Step]) -> str:
-    """Markdown: a section for each step, then the rows that failed and those that were not reached."""
+    """Return the report in Markdown: a section for each step, then the rows that failed or were not reached."""
     whole = results.whole()
     no_result = whole["what"] in (REHEARSAL, NULL)
     title = f"# {whole['what'].capitalize()}: no result" if no_result else f"# {whole['devices']} x {whole['device']}"
@@ -184,10 +184,10 @@ def _told(step: Step, rows: Values) -> Values:
 
 
 def ratio(value: float | None, other: float | None) -> str:
-    """The ratio of two numbers, or a dash where one is not known."""
+    """Return the ratio of two numbers as text, or a dash if one is not known."""
     return f"{value / other:.2f}" if value is not None and other else "-"
 
 
 def scaled(value: float | None, unit: float, form: str = ".2f") -> str:
-    """A number in a unit, or a dash where it is not known."""
+    """Return a number in a unit as text, or a dash if it is not known."""
     return "-" if value is None else f"{value / unit:{form}}"

@@ -15,7 +15,7 @@ case " $* " in
 esac
 case " $* " in
 *" --rehearse "*)
-    # One thread for each rank: those of several wait for one another where other programs use the cores, too.
+    # One thread per rank: several threads wait for one another if other programs use the cores as well.
     pinned="taskset -c $(taskset -cp $$ | sed 's/.*: //; s/[,-].*//')"
     ;;
 *" --null "*)
@@ -25,7 +25,7 @@ case " $* " in
     ;;
 esac
 
-# What this Python has not, or in another version than the tests ran, comes as wheels.
+# Packages that this Python does not have, or has in another version than the tests used, come as wheels.
 if ! python3 -c 'import msgspec, transformers; assert tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)' 2>/dev/null; then
     python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$work/site" .whl/*.whl || exit 3
 fi
@@ -36,7 +36,7 @@ done
 export PYTHONPATH=$work/site:$PWD/${sources}${PYTHONPATH:+:$PYTHONPATH}
 printf '#!/bin/sh\nexec python3 -c "import sys; from shardwright.cli import main; sys.exit(main())" "$@"\n' >"$work/bin/shardwright"
 chmod +x "$work"/bin/*
-# The metadata of an installation, by which the command finds those of the stages.
+# The metadata of an installation, by which the command finds the commands of the stages.
 version=$(cat VERSION)
 info=$work/site/shardwright-$version.dist-info
 mkdir -p "$info"
@@ -44,9 +44,9 @@ printf 'Metadata-Version: 2.1\nName: shardwright\nVersion: %s\n' "$version" >"$i
 printf '[shardwright.commands]\nprofile = shardwright_profile.cli:APP\nsearch = shardwright_search.cli:APP\ntrain = shardwright_train.cli:APP\n' >"$info/entry_points.txt"
 export PATH=$work/bin:$PATH PYTHONUNBUFFERED=1 TORCHINDUCTOR_CACHE_DIR=$work/inductor TRITON_CACHE_DIR=$work/triton
 
-# Without caches and checkpoints: what comes back from a lent machine is limited.
+# Without caches and checkpoints, because the amount that comes back from a lent machine is limited.
 pack() { tar -C "$work" --exclude site --exclude inductor --exclude triton --exclude checkpoints --exclude kept -czf "$OUT/.packing" . 2>/dev/null; mv "$OUT/.packing" "$OUT/everything.tgz"; }
-# A machine that is taken away costs what the last 15 seconds found.
+# If the machine is taken away, only the results of the last 15 seconds are lost.
 (while sleep 15; do pack; done) &
 packer=$!
 $pinned timeout --foreground -k 10 $limit python3 -m gpu_kit.kit --out "$OUT" --work "$work/kit" "$@" > >(tee "$OUT/log.txt") 2>&1 &

@@ -1,4 +1,4 @@
-"""What is measured on: the NVIDIA GPUs of this machine, or in a rehearsal its processor at a tiny size."""
+"""The devices that are measured: the NVIDIA GPUs of this machine or, in a rehearsal, its processor at a tiny size."""
 
 import hashlib
 import re
@@ -24,60 +24,60 @@ _REHEARSED_DEVICES = 2
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """Devices, and the folders that parts work in."""
+    """The devices, and the folders in which the kit works."""
 
     device_type: str
     """`cuda` or `cpu`."""
     device: str
-    """The devices' name as their driver gives it."""
+    """Name of the devices as their driver gives it."""
     devices: int
     memory_bytes: int
-    """Of one device."""
+    """Memory of one device."""
     versions: str
     work: Path
     carried: Path
-    """Folder of what `prepare` made beforehand: plans, their predictions, tokens, the commit."""
+    """Folder that `prepare` has written beforehand: plans, their predictions, tokens, the commit."""
     null: bool = False
-    """Whether the device is a null device: its kernels compute nothing, and nothing that is found is a result."""
+    """Whether the device is a null device, whose kernels compute nothing, so that no number is a result."""
 
     @property
     def rehearsal(self) -> bool:
-        """Whether sizes are tiny and nothing that is found is a result."""
+        """Return whether this is a rehearsal on the processor: sizes are tiny, and no number is a result."""
         return self.device_type == "cpu"
 
     @property
     def tiny(self) -> bool:
-        """Whether sizes are tiny: the processor is slow, and a null device has the host's memory."""
+        """Return whether sizes are tiny: the processor is slow, and a null device has the host's memory."""
         return self.rehearsal or self.null
 
     @property
     def on_cuda(self) -> bool:
-        """Whether there is a CUDA device."""
+        """Return whether the devices are CUDA devices, including a null device."""
         return self.device_type == "cuda"
 
     @property
     def slug(self) -> str:
-        """The device's name, fit for a file's name."""
+        """Return the device's name in a form for file names."""
         return slug_of({"what": REHEARSAL if self.rehearsal else "measured", "device": self.device})
 
     def size(self, full: Any, tiny: Any) -> Any:  # noqa: ANN401
-        """The one for a GPU, or the one for a rehearsal."""
+        """Return `full` for a GPU, or `tiny` for a rehearsal or a null device."""
         return tiny if self.tiny else full
 
     def cluster(self, devices: int) -> Cluster:
-        """Some of the devices, as one node."""
+        """Return a cluster of one node with some of the devices."""
         node = NodeType(device=self.device, devices_per_node=devices, memory_bytes=self.memory_bytes)
         return Cluster(name=self.slug, nodes=(NodeGroup(node_type=self.slug, count=1),), node_types={self.slug: node})
 
     def give_memory_back(self) -> None:
-        """Free the device memory that nothing refers to."""
+        """Free the device memory that the allocator keeps but does not use."""
         import torch
 
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
     def identity(self) -> dict[str, Any]:
-        """What a result counts for: device, versions, sources. What is done under one is not done again."""
+        """Return what a result depends on: device, versions, sources. If it is the same, rows are not tried again."""
         return {
             "what": REHEARSAL if self.rehearsal else NULL if self.null else "measured",
             "device": self.device,
@@ -89,14 +89,14 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def setting_of_gpus(work: Path, carried: Path, null: bool = False) -> Setting:
-    """All devices of the first one's kind; BadInput where there is none."""
+    """Return the setting of the GPUs of the first one's kind; raise BadInput if there is no GPU."""
     import torch
 
     remedy = "run it where there is one; --rehearse goes through every step on the processor"
     if torch.version.cuda is None or not torch.cuda.is_available():
         raise BadInput("this machine", f"no NVIDIA GPU that PyTorch {torch.__version__} can use", remedy)
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    # The launcher numbers devices from 0, so those of another kind further on are left out.
+    # The launcher numbers devices from 0, so devices from the first one of another kind on are left out.
     count = next((i for i, name in enumerate(names) if name != names[0]), len(names))
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     versions = versions_text(("torch", "transformers"), on_gpu=not null)
@@ -113,7 +113,7 @@ def setting_of_gpus(work: Path, carried: Path, null: bool = False) -> Setting:
 
 
 def setting_of_rehearsal(work: Path, carried: Path) -> Setting:
-    """Two processes of this machine."""
+    """Return the setting of a rehearsal: two processes of this machine."""
     return Setting(
         device_type="cpu",
         device="cpu",
@@ -126,25 +126,25 @@ def setting_of_rehearsal(work: Path, carried: Path) -> Setting:
 
 
 def slug_of(identity: Mapping[str, Any]) -> str:
-    """The name of the device of some results, fit for a file's name."""
+    """Return the name of the device of some results, in a form for file names."""
     name = identity["device"] if identity["what"] == "measured" else identity["what"]
     return re.sub(r"[^a-z0-9]+", "-", str(name).lower()).strip("-")
 
 
 def today() -> str:
-    """The UTC day, as 2026-01-31."""
+    """Return today's date in UTC, in the form 2026-01-31."""
     return datetime.now(UTC).date().isoformat()
 
 
 def commit_of(carried: Path) -> str:
-    """The commit of this checkout, or the one that was noted before a copy of its files travelled."""
+    """Return the commit of this checkout or, in a copy without git, the commit that was noted before copying."""
     noted = next((folder / "commit" for folder in (carried, carried.parent) if (folder / "commit").is_file()), None)
     here = commit_of_checkout()
     return here if here != _UNKNOWN or noted is None else noted.read_text(encoding="utf-8").strip()
 
 
 def commit_of_checkout() -> str:
-    """The commit of this checkout, `unknown` where there is none."""
+    """Return the commit of this checkout, or `unknown` if there is none."""
     command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     try:
         asked = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -155,7 +155,7 @@ def commit_of_checkout() -> str:
 
 @cache
 def _sources_sha256() -> str:
-    """Of all Python files that measure or are measured: a commit that touches none of them changes no result."""
+    """Return the hash of all Python files that measure or are measured: other changes do not affect results."""
     found = hashlib.sha256()
     for place in _SOURCES:
         path = ROOT / place

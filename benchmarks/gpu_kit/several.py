@@ -1,7 +1,7 @@
-"""S8: what is likeliest to hang or go wrong over NCCL: schedules, sends, ZeRO-3, tensor parallelism, Ulysses.
+"""S8: what is most likely to hang or fail over NCCL: schedules, sends, ZeRO-3, tensor parallelism, Ulysses.
 
 Every plan trains the same model with the same weights, so in float64 all must give the loss and the gradient norm of
-plain data parallelism, step by step, as on the processor. In bfloat16 they must come to an end with numbers.
+plain data parallelism in each step, as on the processor. In bfloat16 they must finish with finite numbers.
 """
 
 import math
@@ -32,14 +32,14 @@ from shardwright_train.parallel.world import World
 
 STEPS = 3
 TOLERANCE = 1e-10
-"""As `make parity`."""
+"""Maximum absolute difference in float64, as in `make parity`."""
 FLOAT64 = Precision(parameters="float64", compute="float64", reduce="float64")
 SETTINGS = Hyperparameters(learning_rate=1e-3, warmup_steps=0, steps=STEPS, weight_decay=0.1, clip_norm=1.0)
 REFERENCE = "data parallel"
 
 
 def plans_of(setting: Setting, model: Model, ranks: int, **fields: object) -> dict[str, Plan]:
-    """What is tried on some ranks; one global batch for all."""
+    """Return the plans that are tried on some ranks, by name, all with the same global batch."""
     half, layers = ranks // 2, len(model.layers)
     fields |= {"global_batch_size": 15 * ranks}
 
@@ -76,7 +76,7 @@ def plans_of(setting: Setting, model: Model, ranks: int, **fields: object) -> di
 
 
 def _uneven(plan: Plan) -> Plan:
-    """All ranks but one hold the first half of the layers."""
+    """Return a plan in which all ranks except the last hold the first half of the layers."""
     ranks, half = plan.world_size, len(plan.layers) // 2
     wide, narrow = {"dp_size": ranks - 1}, {"dp_size": 1}
     return replace(
@@ -99,15 +99,15 @@ def _hsdp(whole: Callable[..., Plan]) -> Plan:
 
 
 def ranks_of(setting: Setting) -> int:
-    """4 devices where there are so many, else 2."""
+    """Return 4 if there are at least 4 devices, else 2."""
     return 4 if setting.devices >= 4 else 2
 
 
 def _plans(setting: Setting, ranks: int) -> dict[str, Plan]:
-    """Every plan in both formats."""
+    """Return every plan in float64 and in bfloat16."""
     width, layers, vocabulary, length = setting.size((512, 8, 8192, 256), (32, 4, 61, 16))
     model = described(configuration("llama", width, layers, vocabulary, length), "several", length)
-    # The processors' and GPUs' fast attention kernels know no float64.
+    # The fast attention kernels of processors and GPUs do not support float64.
     formats = {"float64": (FLOAT64, "eager"), "bfloat16": (MIXED, "sdpa")}
     found = {}
     for name, (precision, attention) in formats.items():
@@ -117,13 +117,13 @@ def _plans(setting: Setting, ranks: int) -> dict[str, Plan]:
 
 
 def rows(setting: Setting, stack: ExitStack) -> list[Row]:
-    """A row for each plan, of one launch for all."""
+    """Return a row for each plan; all are measured in one launch."""
     launched = cache(lambda: launch_ranks(setting, "several", ranks_of(setting), setting.size(240, 600)))
     return [Row(name, partial(row_of, name, launched)) for name in _plans(setting, ranks_of(setting))]
 
 
 def row_of(name: str, launched: Callable[[], dict[str, Values]]) -> Values:
-    """A row of a launch; what failed in it fails here."""
+    """Return a row of a launch; raise its error if it failed."""
     found = launched()[name]
     if "error" in found:
         raise RuntimeError(found["error"])
@@ -131,7 +131,7 @@ def row_of(name: str, launched: Callable[[], dict[str, Values]]) -> Values:
 
 
 def of_rank(setting: Setting, world: World) -> dict[str, Values]:
-    """Figures of every plan."""
+    """Return the losses, norms and times of every plan on this rank."""
     plans = _plans(setting, world.size)
     references = {name: f"{REFERENCE}, {name.rpartition(', ')[2]}" for name in plans}
     return compared(setting, world, plans, references)
@@ -140,10 +140,10 @@ def of_rank(setting: Setting, world: World) -> dict[str, Values]:
 def compared(
     setting: Setting, world: World, plans: Mapping[str, Plan], references: Mapping[str, str]
 ) -> dict[str, Values]:
-    """Losses, norms and times of every plan, held in float64 to those of its reference."""
+    """Return losses, norms and times of every plan, in float64 compared with those of its reference."""
     groups, found = Groups(setting.device_type), {}
     for name, plan in plans.items():
-        # A plan that fails does so on all ranks alike.
+        # A plan that fails does so on all ranks.
         found[name] = outcome(partial(_trained, plan, world, groups))
     for name, row in found.items():
         wanted = found[references.get(name, REFERENCE)]
@@ -173,7 +173,7 @@ def _trained(plan: Plan, world: World, groups: Groups) -> Values:
 
 
 def lines(rows: Mapping[str, Any]) -> list[str]:
-    """The table."""
+    """Return the table of this step's report."""
     told = [
         [name, f"{row['difference']:.1e}", f"{row['last_step_s'] * 1000:.1f}", "yes" if row["well"] else "**no**"]
         for name, row in rows.items()

@@ -1,4 +1,4 @@
-"""S0: where it runs, whether anything starts, and what a CUDA context takes. Most of it in processes of its own."""
+"""S0: the machine, whether anything starts, and the memory of a CUDA context; most of it in separate processes."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from shardwright.launch.ranks import EXPANDABLE, allocator_setting
 _PACKAGES = ("torch", "transformers", "triton", "numpy", "h5py", "safetensors", "msgspec", "peft", "accelerate", "rich")
 _ASKED_OF_DRIVER = "name,driver_version,memory.total,memory.used,clocks.sm,clocks.mem,clocks.max.sm,power.limit"
 _PROBED = "GPU_KIT_EXPANDABLE"
-"""Environment variable of what was found of the allocator, for processes that begin anew."""
+"""Environment variable with the findings on the allocator, for processes that replace this one."""
 _CONTEXT = """
 import json, resource, sys, time
 began = time.monotonic()
@@ -56,9 +56,9 @@ print(json.dumps(found))
 
 
 def settle_allocator() -> None:
-    """Find out whether segments of memory expand here, which ranks ask for, and go on without where they do not.
+    """Find out whether expandable segments, which ranks request, work here; if not, switch them off.
 
-    It comes before anything that begins CUDA: an allocator reads its setting once.
+    It must be called before CUDA is initialized: the allocator reads its setting only once.
     """
     if _PROBED in os.environ:
         return
@@ -70,7 +70,7 @@ def settle_allocator() -> None:
 
 
 def rows(setting: Setting, stack: ExitStack) -> list[Row]:
-    """The rows; the last one begins to compile what S3 needs, beside S1."""
+    """Return the rows; the last one starts to compile the models of S3, during S1."""
     return [
         Row("versions", lambda: _versions(setting)),
         Row("expandable segments", lambda: _expandable()),
@@ -111,7 +111,7 @@ def _versions(setting: Setting) -> Values:
 
 
 def _child(code: str, environment: Mapping[str, str]) -> Values:
-    """What a process prints as JSON in its last line, or its error."""
+    """Return the JSON that a process prints in its last line, or its error."""
     command = [sys.executable, "-c", code]
     try:
         ended = subprocess.run(
@@ -126,7 +126,7 @@ def _child(code: str, environment: Mapping[str, str]) -> Values:
 
 
 def lines(rows: Mapping[str, Any]) -> list[str]:
-    """What was found."""
+    """Return the sentences and tables of this step's report."""
     said = []
     if (versions := rows.get("versions")) is not None:
         packages = ", ".join(f"{name} {number}" for name, number in versions["packages"].items())

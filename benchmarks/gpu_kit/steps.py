@@ -1,4 +1,4 @@
-"""The steps of the kit, in order of value, and the parts of them that run as ranks of a launch."""
+"""The steps of the kit, in order of importance, and the functions that run steps as ranks of a launch."""
 
 import os
 import sys
@@ -19,11 +19,11 @@ class Step(NamedTuple):
     name: str
     title: str
     module: str
-    """Of `gpu_kit`: `rows(setting, stack)` lists its rows, and `lines(rows)` are its part of the report."""
+    """Module of `gpu_kit`: `rows(setting, stack)` returns its rows, and `lines(rows)` its part of the report."""
     at_most_s: float
-    """Under a limit, no row begins after so many seconds, and a running one is ended."""
+    """If there is a limit, no row begins after so many seconds, and a running row is ended."""
     least_s: float
-    """Under a limit, a step does not begin with fewer seconds left."""
+    """If there is a limit, a step does not begin with fewer seconds left."""
     least_devices: int = 1
 
 
@@ -47,9 +47,9 @@ STEPS = {
 
 
 def launch_ranks(setting: Setting, module: str, ranks: int, limit_s: float, *, one_device: bool = False) -> Any:  # noqa: ANN401
-    """What rank 0 returns of `of_rank(setting, world)` of a module of `gpu_kit`.
+    """Launch ranks that call `of_rank(setting, world)` of a module of `gpu_kit`; return rank 0's result.
 
-    `one_device`: all ranks are on the first device and meet over gloo. Raises RunFailed where they fail.
+    `one_device`: all ranks are on the first device and use gloo. Raises RunFailed if a rank fails.
     """
     folder = setting.work / "ranks"
     folder.mkdir(parents=True, exist_ok=True)
@@ -61,13 +61,13 @@ def launch_ranks(setting: Setting, module: str, ranks: int, limit_s: float, *, o
 
 
 def rank_command(module: str, job: Path, out: Path, one_device: bool = False) -> list[str]:
-    """The command of a rank."""
+    """Return the command that runs a rank."""
     place = "one" if one_device else "own"
     return [sys.executable, "-m", "gpu_kit.steps", module, str(job), str(out), place]
 
 
 def run_rank(module: str, job: Path, out: Path, one_device: bool) -> None:
-    """One rank of a launch: rank 0 writes what it returns."""
+    """Run one rank of a launch: call the module's `of_rank`; rank 0 writes the result."""
     from gpu_kit.worlds import joined_on_one_device
 
     from shardwright.launch.heartbeat import end_quietly, start_rank

@@ -1,4 +1,4 @@
-"""S9: two plans measured in turns, built at once over the same ranks; a run that resumes; a hang that is made."""
+"""S9: two plans stepped alternately, both built on the same ranks; a run that resumes; an artificial hang."""
 
 import json
 import math
@@ -35,12 +35,12 @@ from shardwright_train.torch_private import flight_recorder_trace
 
 STEPS = 6
 _BEFORE = 2
-"""Steps before the checkpoint that the second run resumes from."""
+"""Number of steps before the checkpoint from which the second run resumes."""
 _AT_MOST_S = 240
 
 
 def rows(setting: Setting, stack: ExitStack) -> list[Row]:
-    """The rows."""
+    """Return the three rows of this step."""
     return [
         Row("in turns", partial(_in_turns, setting)),
         Row("resumed", partial(_resumed, setting)),
@@ -66,7 +66,7 @@ def _in_turns(setting: Setting) -> Values:
 
 
 def _resumed(setting: Setting) -> Values:
-    """Train a plan, and once more from its first checkpoint."""
+    """Train a plan, then again from its first checkpoint; return the losses and their largest difference."""
     folder = setting.work / "resumed"
     folder.mkdir(parents=True, exist_ok=True)
     write_document(folder / "plan.json", _plans(setting)[1])
@@ -81,7 +81,7 @@ def _resumed(setting: Setting) -> Values:
 
 
 def _plans(setting: Setting) -> tuple[Plan, Plan]:
-    """Data parallelism, and a pipeline of two stages with as many microbatches as its batch has samples a rank."""
+    """Return a plan with data parallelism, and one with a 1F1B pipeline of two stages."""
     width, layers, length = setting.size((512, 8, 256), (32, 4, 16))
     model = described(configuration("llama", width, layers, VOCABULARY, length), "turns", length)
     every = plans_of(setting, model, ranks_of(setting), precision=MIXED, attention="sdpa")
@@ -97,7 +97,7 @@ def _training(setting: Setting, folder: Path, out: Path) -> list[object]:
 
 
 def _keep_first(whole: Path, rest: Path) -> None:
-    """Copy what a run has kept, but for the checkpoints after its first: as if it had been stopped there."""
+    """Copy a run's checkpoints except those after the first, as if the run had been stopped there."""
     shutil.rmtree(rest, ignore_errors=True)
     shutil.copytree(whole / "kept", rest / "kept")
     _first, *later = sorted(rest.glob("kept/*/step-*"))
@@ -106,13 +106,13 @@ def _keep_first(whole: Path, rest: Path) -> None:
 
 
 def _losses(out: Path) -> list[float]:
-    """Of every step."""
+    """Return the loss of every step."""
     (metrics,) = out.glob("kept/*/metrics.jsonl")
     return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
 
 
 def lines(rows: Mapping[str, Any]) -> list[str]:
-    """What was found."""
+    """Return the sentences of this step's report."""
     said = []
     if (turns := rows.get("in turns")) is not None:
         times = [f"{name}: {time_s * 1000:.1f} ms a step" for name, time_s in turns["plans"].items()]
@@ -127,7 +127,7 @@ def lines(rows: Mapping[str, Any]) -> list[str]:
     return said
 
 
-# A hang that is made: rank 1 sleeps where the others enter a collective, and the launcher says which.
+# An artificial hang: rank 1 sleeps while the others enter a collective, and the launcher must name it.
 
 
 RANKS = 2
@@ -136,7 +136,7 @@ SAID = r"rank 1 has not entered all_reduce \d+ of data parallelism of ranks 0 1,
 
 
 def hung(setting: Setting) -> Values:
-    """Start the ranks and hold what the launcher says of them to what was made."""
+    """Start the ranks, and check that the launcher's message names the rank and the collective of the hang."""
     folder = setting.work / "hang"
     folder.mkdir(parents=True, exist_ok=True)
     job = folder / "job"
@@ -156,7 +156,7 @@ def hung(setting: Setting) -> Values:
 
 
 def of_rank(setting: Setting, world: World) -> Values:
-    """Hang."""
+    """Hang: rank 1 does not enter the all_reduce that rank 0 waits in."""
     world.heartbeat.answer(partial(flight_recorder_trace, world.backend))
     plan, groups = _plan(setting), Groups(setting.device_type)
     groups.prepare(plan)

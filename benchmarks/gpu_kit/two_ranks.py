@@ -1,4 +1,4 @@
-"""S6: two ranks on one device over gloo: arithmetic of distributed plans with the device's kernels, in float64."""
+"""S6: two ranks on one device over gloo: the arithmetic of distributed plans in float64, with the device's kernels."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -22,7 +22,7 @@ _EXPERTS, _EXPERTS_REFERENCE = "experts on 2 ranks", "data parallel, experts"
 
 
 def plans(setting: Setting) -> dict[str, Plan]:
-    """What is tried, and the plans that others are compared with, in one order on all ranks."""
+    """Return the plans that are tried, including the references, in the same order on all ranks."""
     width, layers, vocabulary, length = setting.size((256, 4, 1024, 128), (32, 4, 61, 16))
     model = described(configuration("llama", width, layers, vocabulary, length), "two-ranks", length)
     fields: dict[str, Any] = {"precision": FLOAT64, "attention": "eager"}
@@ -43,20 +43,20 @@ def plans(setting: Setting) -> dict[str, Plan]:
 
 
 def rows(setting: Setting, stack: ExitStack) -> list[Row]:
-    """A row for each plan, of one launch for all."""
+    """Return a row for each plan; all are run in one launch."""
     launched = cache(lambda: launch_ranks(setting, "two_ranks", RANKS, setting.size(55, 300), one_device=True))
     return [Row(name, partial(row_of, name, launched)) for name in plans(setting)]
 
 
 def of_rank(setting: Setting, world: World) -> dict[str, Values]:
-    """Figures of every plan."""
+    """Return the losses, norms and times of every plan on this rank."""
     return compared(
         setting, world, plans(setting), {_EXPERTS: _EXPERTS_REFERENCE, _EXPERTS_REFERENCE: _EXPERTS_REFERENCE}
     )
 
 
 def lines(rows: Mapping[str, Any]) -> list[str]:
-    """The table."""
+    """Return the table of this step's report."""
     told = [
         [name, f"{row['difference']:.1e}", "yes" if row["well"] else "**no**", f"{row['last_step_s'] * 1000:.0f}"]
         for name, row in rows.items()

@@ -1,4 +1,4 @@
-"""Plans of one strategy, engines for them, and the stock model that has an engine's weights."""
+"""Plans with one strategy, engines for them, and stock models with the weights of an engine."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -25,11 +25,11 @@ from shardwright_train.pipeline.layer import RankContext
 from shardwright_train.pipeline.runner import Step
 
 MIXED = Precision(parameters="float32", compute="bfloat16", reduce="float32")
-"""As models are trained: weights and sums of gradients in float32, matrix products in bfloat16."""
+"""The usual formats in training: weights and sums of gradients in float32, matrix products in bfloat16."""
 
 
 def described(config: Mapping[str, Any], name: str, sequence_length: int) -> Model:
-    """The description of a configuration."""
+    """Return the model description of a Hugging Face configuration."""
     return describe(family_named(config["model_type"], name), dict(config), name, sequence_length)
 
 
@@ -40,7 +40,7 @@ def plan_of(
     stages: tuple[PipelineStage, ...] | None = None,
     **fields: object,
 ) -> Plan:
-    """A plan that spreads every layer alike; over one pipeline stage, if no other stages are given."""
+    """Return a plan with the same strategy for every layer, on one pipeline stage unless `stages` are given."""
     devices = strategy.tp_size * strategy.cp_size * strategy.dp_size
     own = {name: getattr(strategy, name) for name in Strategy.__struct_fields__}
     return Plan(
@@ -55,7 +55,7 @@ def plan_of(
 
 
 def one_device_plan(setting: Setting, model: Model, name: str, samples: int, **fields: object) -> Plan:
-    """Everything on one device; a step of `samples`, in one microbatch where nothing else is said."""
+    """Return a plan for one device with steps of `samples`, by default in one microbatch."""
     fields = {"num_microbatches": 1, "precision": MIXED} | fields
     return plan_of(setting, model, Strategy(tp_size=1, dp_size=1), name=name, global_batch_size=samples, **fields)
 
@@ -68,7 +68,7 @@ def engine_of(
     settings: Hyperparameters = ANY,
     weights: "DrawnOnDevice | None" = None,
 ) -> Engine:
-    """This rank's part of a plan, with the initial weights of seed 0 if no others are given."""
+    """Return the engine of this rank's part of a plan, by default with the initial weights of seed 0."""
     family = family_named(plan.model.family, plan.name)
     context = RankContext(
         plan=plan,
@@ -84,7 +84,7 @@ def engine_of(
 
 
 class DrawnOnDevice:
-    """Initial weights that the device draws: a billion of them take the host seconds, for which the device waits."""
+    """Initial weights drawn by the device: for a billion of them the host needs seconds, while the device waits."""
 
     def read(self, window: Tensor, name: str, shape: Sequence[int], box: Box) -> bool:
         """Fill a part of a parameter: matrices with small random numbers, norms with ones, biases with zeros."""
@@ -97,28 +97,28 @@ class DrawnOnDevice:
 
 
 def batch_of(model: Model, samples: int, seed: int) -> Batch:
-    """Random inputs of a model, on the host."""
+    """Return random inputs of a model, on the host."""
     generator = torch.Generator().manual_seed(seed)
     return family_named(model.family, model.name).learns(model).random_batch(samples, generator)
 
 
 def step_of(engine: Engine, batch: Batch, number: int = 1) -> Step:
-    """A step on a global batch, of which each rank takes its share."""
+    """Return a step on a global batch, with this rank's share of it."""
     context = engine.stage.context
     return Step.of_batch(on_host(batch, context.device), context.share, number=number)
 
 
 def any_kernel() -> AbstractContextManager[None]:
-    """What stock models run in: the runtime switches off the attention kernels that its last plan does not name."""
+    """Return a context with all attention kernels: the runtime switches off those that its last plan does not name."""
     return sdpa_kernel(
         [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
     )
 
 
 def stock_of(engine: Engine, attention: str, dtype: torch.dtype = torch.float32, experts: str = "eager") -> nn.Module:
-    """The model of transformers with copies of the weights of an engine that has one rank.
+    """Return the model of transformers with copies of the weights of an engine that has one rank.
 
-    `experts`: how transformers computes experts, where there are such.
+    `experts`: how transformers computes experts, if the model has experts.
     """
     context = engine.stage.context
     model, family = context.plan.model, context.family
@@ -135,9 +135,9 @@ def stock_of(engine: Engine, attention: str, dtype: torch.dtype = torch.float32,
 
 
 def by_stock_names(engine: Engine, pick: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
-    """What is picked of each parameter of an engine of one rank, by the names of transformers.
+    """Return what `pick` returns for each parameter of an engine of one rank, by the names of transformers.
 
-    Some parameters are stacked in one matrix there.
+    Parameters that are stacked in one matrix in transformers are concatenated.
     """
     context = engine.stage.context
     model, family = context.plan.model, context.family
@@ -155,15 +155,15 @@ def by_stock_names(engine: Engine, pick: Callable[[nn.Parameter], Tensor | None]
 
 
 def logits_of(stock: nn.Module, batch: Batch) -> Tensor:
-    """Logits whose last dim is classes, in the order of the batch's labels."""
+    """Return the logits, in the order of the batch's labels; the last dimension is the classes."""
     match type(stock).__name__:
         case "BertForMaskedLM":
             found = stock(batch["tokens"], attention_mask=batch["attention_mask"]).logits
         case "T5ForConditionalGeneration":
-            # Stock makes the decoder's tokens of the labels itself.
+            # Stock transformers makes the decoder's tokens from the labels itself.
             found = stock(batch["tokens"], labels=batch["labels"].contiguous()).logits
         case "ViTForImageClassification":
-            # In the dtype of the weights, as the runtime does.
+            # In the dtype of the weights, as in the runtime.
             found = stock(batch["pixel_values"].to(next(stock.parameters()).dtype)).logits[:, None]
         case _:
             found = stock(batch["tokens"]).logits
@@ -173,7 +173,7 @@ def logits_of(stock: nn.Module, batch: Batch) -> Tensor:
 
 @contextmanager
 def memory_given_back(device: torch.device) -> Iterator[None]:
-    """Count a device's peak memory anew inside, and give what is free back afterwards."""
+    """Reset a device's peak memory statistics before the `with` block, and free unused memory before and after it."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -183,5 +183,5 @@ def memory_given_back(device: torch.device) -> Iterator[None]:
 
 
 def row_counts(counts: Tensor) -> Counts:
-    """The rows of each expert [experts], as products of experts take them."""
+    """Return the numbers of rows of experts [experts] in the form that `expert_products` takes."""
     return Counts(counts)

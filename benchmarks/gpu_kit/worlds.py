@@ -1,4 +1,4 @@
-"""The worlds that steps run in: this process by itself, as one of ranks that do not exist, or two on one device."""
+"""The worlds in which steps run: this process by itself, as one of ranks that do not exist, or two on one device."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -21,13 +21,13 @@ from shardwright_train.torch_private import FakeStore, default_timeout
 
 _TIMEOUT = timedelta(seconds=120)
 _UNWATCHED: Any = SimpleNamespace(begin=lambda where: None)
-"""A heartbeat that no launcher looks at."""
+"""A heartbeat that no launcher reads."""
 _CHANNELS = "shardwright_train.parallel.process_groups.edge_options"
-"""What makes NCCL's options of an edge, which other backends do not take."""
+"""Function that returns NCCL's options of a pipeline edge, which other backends do not accept."""
 
 
 def lone_world(setting: Setting, stack: ExitStack) -> Callable[[], World]:
-    """A function that returns a world of this process, made at its first call and closed with the stack."""
+    """Return a function that returns this process's own world, made at its first call and closed with the stack."""
     return cache(lambda: stack.enter_context(_alone(setting)))
 
 
@@ -44,9 +44,9 @@ def _alone(setting: Setting) -> Iterator[World]:
 
 @contextmanager
 def fake_world(setting: Setting, rank: int, size: int) -> Iterator[World]:
-    """A world of ranks that do not exist: collectives move nothing, but for rows of experts, which come back as sent.
+    """Yield a world whose other ranks do not exist: collectives move nothing, but an all-to-all returns what was sent.
 
-    Without that, counts of rows would be whatever lies in memory.
+    Otherwise the numbers of rows of experts would be arbitrary contents of memory.
     """
 
     def echo(output: Tensor, given: Tensor, *_sizes: object, **_more: object) -> None:
@@ -61,7 +61,7 @@ def fake_world(setting: Setting, rank: int, size: int) -> Iterator[World]:
 
 
 def device_of(setting: Setting) -> torch.device:
-    """The first device."""
+    """Return the first GPU, which becomes the current one, or the processor."""
     if not setting.on_cuda:
         return torch.device("cpu")
     torch.cuda.set_device(0)
@@ -70,9 +70,9 @@ def device_of(setting: Setting) -> torch.device:
 
 @contextmanager
 def joined_on_one_device(device_type: str, timeout_s: float) -> Iterator[World]:
-    """Join the launcher's ranks over gloo, all on the first device: NCCL refuses two ranks of one device.
+    """Join the launcher's ranks over gloo, all on the first device: NCCL refuses two ranks on one device.
 
-    Gloo's sends and receives read a device's pointer as the host's, so theirs go through host memory.
+    Gloo's sends and receives take a device pointer for a host pointer, so their messages go through host memory.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", 0) if device_type == "cuda" else torch.device("cpu")
@@ -92,13 +92,13 @@ def joined_on_one_device(device_type: str, timeout_s: float) -> Iterator[World]:
 
 
 class _Copied:
-    """A receive into host memory, which waits and copies what arrived to its place."""
+    """The work handle of a send or a receive through host memory; after a receive, `wait` copies to the device."""
 
     def __init__(self, work: dist.Work, host: Tensor, place: Tensor | None) -> None:
         self._work, self._host, self._place = work, host, place
 
     def wait(self) -> bool:
-        """Wait for the message."""
+        """Wait for the message and copy it to its place, if it is received."""
         self._work.wait()
         if self._place is not None:
             self._place.copy_(self._host)
@@ -123,7 +123,7 @@ def _sends_over_the_host() -> Iterator[None]:
     with ExitStack() as undone:
         for name, stand_in in {
             **{"isend": sent, "irecv": received, "batch_isend_irecv": batch},
-            "P2POp": lambda *way: way,  # torch's own takes no other functions
+            "P2POp": lambda *way: way,  # torch's own accepts no other functions
         }.items():
             undone.enter_context(patch.object(dist, name, stand_in))
         yield

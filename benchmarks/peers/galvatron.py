@@ -1,14 +1,14 @@
 """hetu-galvatron 2.4.0 as a peer: its own environment, its profiles under the keys that it reads, its processes.
 
-Most of the profiles that it ships do not load in the version that ships them. The copies made here change names and
-structure, no measured number:
+Most of the profiles that it ships do not load in the same version. The copies made here change names and structure, but
+no measured number:
 
 - times: `layertype_0_bszB` and `layertype_other_0_bszB` (llama, gpt) get the sequence length that the reader looks for,
   `layertype_other_bszB_seq[512,512]` (T5) the one length; the stale plain `layertype_0` is left out.
 - memory: tables without a level for the sequence length (llama, gpt) get it; T5's "[512,512]" becomes "512".
 - embedding and head tables without the largest tensor-parallel degrees (ViT, Swin with pipelines) get them as half of
   the one before, as its own profiler fills such gaps.
-- hardware: 2x8 has no table of whole collectives; its reader wants one, its search does not use it, 1x8's is copied.
+- hardware: 2x8 has no table of whole collectives; the reader needs one, the search does not use it: 1x8's is copied.
 """
 
 import json
@@ -26,21 +26,21 @@ HERE = Path(__file__).parent
 
 
 class Ran(NamedTuple):
-    """What a process took."""
+    """The time that a process took."""
 
     cpu_s: float
-    """User and system seconds, of all its children too."""
+    """User and system seconds, including all its child processes."""
     wall_s: float
 
 
 def one_thread() -> dict[str, str]:
-    """The environment variables under which both sides run."""
+    """Return the environment variables for both sides: one thread."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
     return os.environ | dict.fromkeys(names, "1")
 
 
 def run(command: list[str], log: Path, expected: tuple[int, ...] = (0,)) -> tuple[int, Ran]:
-    """Run a process to its end, its output in a file; SystemExit with the output's end where it fails."""
+    """Run a process to its end, with its output in a file; raise SystemExit with the end of the output if it fails."""
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     with log.open("w") as text:
         code = subprocess.run(command, stdout=text, stderr=subprocess.STDOUT, env=one_thread(), check=False).returncode
@@ -53,7 +53,7 @@ def run(command: list[str], log: Path, expected: tuple[int, ...] = (0,)) -> tupl
 
 
 def environment(work: Path) -> Path:
-    """The peer's Python, made once in the work folder: the sdist from the index, its C++ core built."""
+    """Return the peer's Python; its environment is made once in the work folder, its C++ core built from the sdist."""
     python, ready = work / "venv/bin/python", work / "venv/ready"
     if not ready.exists():
         work.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def environment(work: Path) -> Path:
 
 
 def rekeyed_times(times: dict[str, Any], lengths: list[int]) -> dict[str, float]:
-    """A computation profile under the names that the reader looks for; milliseconds per layer and sample."""
+    """Return a computation profile with the keys that the reader expects; milliseconds per layer and sample."""
     found = {}
     for key, value in times.items():
         if not key.startswith("layertype_") or key == "layertype_0":
@@ -81,7 +81,7 @@ def rekeyed_times(times: dict[str, Any], lengths: list[int]) -> dict[str, float]
 
 
 def rekeyed_memory(memory: dict[str, Any], lengths: list[int], max_tp: int) -> dict[str, Any]:
-    """A memory profile with a level for the sequence length and every tensor-parallel degree; MiB."""
+    """Return a memory profile in MiB, with a level for the sequence length and all tensor-parallel degrees."""
     found = {}
     for key, table in memory.items():
         if not key.startswith(("layertype_", "other_memory_")):
@@ -110,7 +110,7 @@ def _listed(lengths: list[int]) -> str:
 
 
 def write_case(case: dict[str, Any], tables: Path, folder: Path) -> Path:
-    """A folder with the case and its profiles as the peer reads them."""
+    """Write the case and its profiles into a folder, as the peer reads them; return the case's file."""
     folder.mkdir(parents=True, exist_ok=True)
     lengths = [layer["seq_len"] for layer in case["layers"]]
     source = tables / "galvatron/models" / case["family"] / "configs"
@@ -134,7 +134,7 @@ def write_case(case: dict[str, Any], tables: Path, folder: Path) -> Path:
 
 
 def search(python: Path, case: Path) -> dict[str, Any]:
-    """What the peer finds, and what its process took; kept in the case's folder for the next run."""
+    """Return what the peer finds, and the time that it took; both are kept in the case's folder for the next run."""
     kept, found = case.with_name("found.json"), case.with_name("search.out.json")
     if not kept.exists() or json.loads(kept.read_text())["case"] != json.loads(case.read_text()):
         command = [str(python), str(HERE / "galvatron_search.py"), "search", str(case), str(found)]
@@ -145,7 +145,7 @@ def search(python: Path, case: Path) -> dict[str, Any]:
 
 
 def price(python: Path, case: Path, plans: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The peer's step seconds and MiB of plans, given as its own configs, by name."""
+    """Return the peer's step seconds and MiB for plans in the form of its own configs, by name."""
     given, priced = case.with_name("plans.json"), case.with_name("priced.json")
     given.write_text(json.dumps(plans, indent=1))
     command = [str(python), str(HERE / "galvatron_search.py"), "price", str(case), str(given), str(priced)]

@@ -1,18 +1,18 @@
-"""Galvatron's time formula with one thing in it taken away: what makes it prefer a plan.
+"""Galvatron's time formula with single defects mended, to find what makes it prefer a plan.
 
-Runs inside the peer's environment, beside galvatron_search.py. `DEFECTS` are mended one at a time:
+Runs inside the peer's environment, together with galvatron_search.py. `DEFECTS` are mended one at a time:
 
-- middle_stages: a step is bound by the slowest pipeline stage, not by the first or the last alone.
+- middle_stages: a step is bound by the slowest pipeline stage, not only by the first or the last.
 - vocabulary_sync: the gradients of embedding and head are reduced once a step.
 - zero3_gathers: every microbatch gathers ZeRO-3 parameters twice; the peer counts one gather in all but the last.
-- stage_sends: activations cross pp - 1 cuts once each way, not pp of them and once for every layer type.
+- stage_sends: activations cross pp - 1 cuts once in each direction, not pp cuts once for every layer type.
 
-`DIFFERENCES` are choices in which the imported profile, and so our cost model, differs without a defect:
+`DIFFERENCES` are choices in which the imported profile, and thus our cost model, differs, but which are no defects:
 
-- whole_collectives: tensor-parallel messages from the published times of whole collectives, not from bandwidths.
-- fixed_time: what a layer takes at any batch size is divided among tensor-parallel ranks like the rest.
+- whole_collectives: tensor-parallel messages are priced by published times of whole collectives, not by bandwidths.
+- fixed_time: the part of a layer's time that is the same at any batch size is divided by tp_size like the rest.
 
-The inter-layer cost, 100 times too high, is in its dynamic programme alone: no price of a whole plan contains it.
+The inter-layer cost, 100 times too high, is only in its dynamic programme: no price of a whole plan contains it.
 """
 
 import numpy as np
@@ -22,7 +22,7 @@ DIFFERENCES = ("whole_collectives", "fixed_time")
 
 
 def time_model(shipped: type, mended: frozenset[str], num_types: int) -> type:
-    """The peer's time model of a layer, with what is mended in a layer's time."""
+    """Return the peer's time model of a layer, with the repairs in `mended` that affect a layer's time."""
 
     class Mended(shipped):
         def estimate_computation_time(self) -> None:
@@ -36,7 +36,7 @@ def time_model(shipped: type, mended: frozenset[str], num_types: int) -> type:
         def estimate_dp_communication_cost(self) -> None:
             super().estimate_dp_communication_cost()
             if "zero3_gathers" in mended and self.args.no_comm and self.fsdp:
-                # Beside the backward pass, as the peer counts it where gradients are reduced too.
+                # During the backward pass, as the peer counts it if gradients are also reduced.
                 self.dp_message_size = self.fsdp_allgather_message_size
 
         def estimate_tp_communication_cost(self) -> None:
@@ -63,9 +63,10 @@ def pipeline_s(
     microbatches: int,
     mended: frozenset[str],
 ) -> float:
-    """Seconds of a step from each pipeline stage's microbatch with gradient sync and without, and its vocabulary's.
+    """Return the seconds of a step, as `pipeline_costmodel` of hetu-galvatron 2.4.0 does.
 
-    Repeats `pipeline_costmodel` of hetu-galvatron 2.4.0.
+    By pipeline stage, in seconds: `totals` and `computes`, a microbatch with gradient sync and without; `synced` and
+    `unsynced`, its embedding and head with gradient sync and without.
     """
     stages = [compute + other for compute, other in zip(computes, unsynced, strict=True)]
     count, rest = len(stages), sum(stages[1:])

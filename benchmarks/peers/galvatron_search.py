@@ -3,13 +3,13 @@
     python galvatron_search.py search CASE.json OUT.json
     python galvatron_search.py price CASE.json PLANS.json OUT.json
 
-The search is the peer's own code, unchanged, from its argument parser to its C++ dynamic programme. What it imports and
-does not use is replaced by empty modules: torch, and the `__init__` files of `galvatron` and `galvatron.core` (CUDA
-kernels, Megatron, profilers); its process is faster for that. One name is patched: for T5, `num2str` makes "512,512" of
-two equal lengths, and the next line reads that as one whole number.
+The search is the peer's own code, unchanged, from its argument parser to its C++ dynamic programme. What it imports but
+does not use is replaced by empty modules, which makes its process faster: torch, and the `__init__` files of
+`galvatron` and `galvatron.core` (CUDA kernels, Megatron, profilers). One name is patched: for T5, `num2str` makes
+"512,512" from two equal lengths, and the next line reads that as one whole number.
 
-A price is what the peer's search computes for that plan, by its own cost-model classes. It is checked twice: against
-the peer's own function for a step, and (in `benchmarks/search.py`) against what its search printed for its answer.
+A price is what the peer's search computes for a plan with its own cost-model classes. It is checked twice: against the
+peer's own function for a step, and (in `benchmarks/search.py`) against what the search printed for its answer.
 """
 
 import argparse
@@ -51,7 +51,7 @@ from galvatron.core.search_engine.dynamic_programming import DpOnModel  # noqa: 
 
 
 def engine_of(case: dict[str, Any]) -> peer.GalvatronSearchEngine:
-    """The peer's engine with the case's profiles read."""
+    """Return the peer's engine after it has read the profiles of a case."""
     options = {
         "num_nodes": case["nodes"],
         "num_gpus_per_node": case["devices_per_node"],
@@ -87,7 +87,7 @@ def engine_of(case: dict[str, Any]) -> peer.GalvatronSearchEngine:
 
 
 def strategies_of(config: dict[str, Any], devices: int) -> list[list[Any]]:
-    """A config's layers as the peer's search spells them: [pp, tp, dp, {flags}]."""
+    """Return a config's layers in the form of the peer's search: [pp, tp, dp, {flags}]."""
     pp_size = config["pp_deg"]
     columns = [
         [int(text) for text in config[name].split(",")]
@@ -103,7 +103,7 @@ def strategies_of(config: dict[str, Any], devices: int) -> list[list[Any]]:
 
 
 class Priced:
-    """The peer's price of one plan of its own search space."""
+    """The peer's price of one plan in its own search space."""
 
     def __init__(self, engine: peer.GalvatronSearchEngine, config: dict[str, Any]) -> None:
         self.engine, self.config, self.devices = engine, config, engine.args.gpu_num
@@ -125,7 +125,7 @@ class Priced:
         self.types = [i for i, count in enumerate(engine.layernum_list) for _ in range(count)]
 
     def lists(self, hardware: bool = True) -> dict[str, Any]:
-        """What every call of the peer's cost models takes."""
+        """Return the arguments that all of the peer's cost models take, by name, each a list by layer type."""
         engine = self.engine
         found = {
             "model_args": engine.model_args_list,
@@ -136,7 +136,7 @@ class Priced:
         return found | ({"profile_hardware_args": engine.profile_hardware_args_list} if hardware else {})
 
     def vocabulary_s(self) -> tuple[list[float], list[float]]:
-        """Seconds of embedding and head by pipeline stage, with gradient sync and without."""
+        """Return the seconds of embedding and head by pipeline stage, with gradient sync and without."""
         every, vsp, zero3 = {k: v[0] for k, v in self.lists().items()}, self.config["vsp"], self.config["embed_sdp"]
         cost = OtherTimeCostModel(
             self.mbsz,
@@ -153,7 +153,7 @@ class Priced:
         return synced[self.vocab_tp], unsynced[self.vocab_tp]
 
     def step_s(self, mended: frozenset[str] = frozenset()) -> float:
-        """Seconds of a step; with nothing mended it must be what the peer's own function says."""
+        """Return the seconds of a step; with nothing mended they must equal the result of the peer's own function."""
         groups = self.strategies[0][1] * self.strategies[0][2] // self.min_tp
         microbatches = get_real_chunk(int(self.batch / groups), self.chunks[0])
         model = mends.time_model(TimeCostModel, mended, self.engine.num_layertype)
@@ -184,7 +184,7 @@ class Priced:
             raise SystemExit(f"repeated as {step_s} s what the peer prices at {own} s")
 
     def memory_mib(self, mended: frozenset[str] = frozenset()) -> list[int]:
-        """MiB of a rank by pipeline stage, its context and the all-gather buffer included."""
+        """Return the MiB of a rank by pipeline stage, including its context and the all-gather buffer."""
         engine, lists = self.engine, self.lists(hardware=False)
         shape = {"mbsz": self.mbsz, "min_tp": self.min_tp, "max_tp": self.max_tp, "vsp": self.config["vsp"]}
 
@@ -217,7 +217,7 @@ class Priced:
         return found
 
     def _saved_mib(self, costs: list[dict[str, Any]], indices: range) -> float:
-        """What one microbatch saves if a layer's gradients come when its activations go; its model adds up both."""
+        """Return the MiB saved with one microbatch: gradients are made as activations are freed; the peer adds both."""
         shards = [self.strategies[i][2] for i in indices]
         gradients = [layer["parameter"] / shard for layer, shard in zip(costs, shards, strict=True)]
         activations = [layer["activation"] for layer in costs]
@@ -226,19 +226,19 @@ class Priced:
         return sum(activations) + sum(gradients) - peak
 
     def _replay_mib(self, index: int) -> float:
-        """What a recomputed layer holds while its backward pass runs, which its memory model leaves out."""
+        """Return the MiB of a recomputed layer during its backward pass, which the peer's memory model leaves out."""
         _, tp_size, _, flags = self.strategies[index]
         per_sample = self.engine.act_sizes[self.types[index]][tp_size]
         return per_sample * self.mbsz / self.min_tp * tp_size if flags.get("cpt") else 0.0
 
     def usable_mib(self) -> int:
-        """What its dynamic programme may fill."""
+        """Return the MiB that the peer's dynamic programme may fill."""
         every = self.engine.strategies
         model = DpOnModel(every, None, None, max_mem=self.engine.memory_constraint, gpu_num=self.devices)
         return int(model.max_mem)
 
     def report(self) -> dict[str, Any]:
-        """All of it, as JSON; the names of what is mended are joined by blanks."""
+        """Return all prices as JSON values; names of repairs are joined by spaces."""
         every = mends.DEFECTS + mends.DIFFERENCES
         mended = [*((name,) for name in every), mends.DEFECTS, mends.DIFFERENCES, every]
         return {
@@ -252,7 +252,7 @@ class Priced:
 
 
 def search(case: dict[str, Any]) -> dict[str, Any]:
-    """The peer's best plan, as its own config, and what it believes of it."""
+    """Return the peer's best plan as its own config, with the time and memory that it predicts for it."""
     engine, folder = engine_of(case), Path(case["folder"])
     for old in folder.glob("galvatron_config_*.json"):
         old.unlink()

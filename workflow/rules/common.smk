@@ -1,4 +1,4 @@
-# The configuration, and what every rule shares.
+# The configuration, and what all rules have in common.
 import json
 import os
 import re
@@ -7,17 +7,17 @@ import shutil
 import sys
 from pathlib import Path
 
-# From this file: the workflow is called by the Snakefile of the clone or by workflow/Snakefile.
+# Derived from this file, since the main file is either the Snakefile of the clone or workflow/Snakefile.
 ROOT = Path(str(workflow.current_basedir)).parents[1]
-# A workflow that uses this one as a module gives the configuration, and names its own file, if it has one.
+# A workflow that uses this one as a module passes the configuration, and names its own configuration file, if any.
 IS_GIVEN = workflow.modifier.skip_configfile
 FILES = workflow.overwrite_configfiles or (workflow.configfiles if IS_GIVEN else [])
 CONFIG_FILE = os.path.relpath(FILES[-1]) if FILES else "config/config.yaml"
-# What Snakemake puts before the inputs, outputs and logs of a module.
+# The prefix of a module's inputs, outputs and logs.
 PREFIX = workflow.modifier.path_modifier.prefix or ""
 
 
-# Jobs are planned with the product: it is where Snakemake is installed, or comes into its process with `--sdm conda`.
+# Planning jobs needs the product: it is installed with Snakemake, or loaded into its process with `--sdm conda`.
 conda: "../envs/plan.yaml"
 
 
@@ -30,8 +30,8 @@ if not (workflow.overwrite_configfiles or IS_GIVEN):
     configfile: CONFIG_FILE
 
 
-# Where rules are only linted, which Snakemake does without a look at its environment, there are no jobs: Snakemake alone is
-# needed, and no sense is made of the configuration.
+# If rules are only linted, when Snakemake does not check its environment, there are no jobs: only Snakemake is needed, and
+# the configuration is not read.
 if not workflow.check_envvars:
     CONFIG, REFERENCE, RUNS, DATA, GRIDS = UNREAD, UNREAD, {}, {}, {}
 else:
@@ -59,7 +59,7 @@ else:
     with one_line_errors():
         CONFIG = load_workflow(config, CONFIG_FILE)
         GRIDS = read_grids([ROOT / "config", Path(CONFIG_FILE).parent], CONFIG)
-    # The names of runs and data by those of their folders, which are the wildcards.
+    # The names of runs and data by the names of their folders, which are the wildcards.
     RUNS, DATA = runs_by_folder(CONFIG.settings), data_by_folder(CONFIG.settings)
     REFERENCE = Reference(ROOT)
 
@@ -67,12 +67,12 @@ else:
 report: "../report/workflow.rst"
 
 
-# Of --sdm apptainer; none is published, so that a site names its own.
+# The image for --sdm apptainer; none is published, so a site names its own.
 container: config.get("container")
 
 
-# Where rules find on_nodes.sh and resume.sh: in no rule's own text, so that a clone that is moved reruns nothing. Where
-# Snakemake was called by its path, and no environment is active, the commands of rules stand beside its Python.
+# Folders of on_nodes.sh and resume.sh. No rule contains their paths, so that moving a clone reruns nothing. If Snakemake
+# was called by its path and no environment is active, the commands of rules are next to its Python.
 COMMANDS = [ROOT / "workflow/scripts"]
 if shutil.which("shardwright") is None and (Path(sys.executable).parent / "shardwright").exists():
     COMMANDS.append(Path(sys.executable).parent)
@@ -91,27 +91,27 @@ wildcard_constraints:
     described="[^/@]+(@[0-9]+)?",
 
 
-# What a job asks for that computes little, in one process.
+# The resources of a job that computes little, in one process.
 LIGHT = {"mem_mb": 2000, "runtime": 10}
 
-# The first parameters of what is computed, not measured. There are none by default: a parameter reruns its rule.
+# The first parameters of rules that compute and do not measure. None by default: a changed parameter reruns its rule.
 COMPUTED = {"versions": upgrade_versions()} if CONFIG.settings.rerun_on_upgrade else {}
 
 
 def placed(text):
-    """Return a path of the results, or a command with such paths, with the prefix that Snakemake gives its files."""
+    """Return a path below results/, or a command with such paths, with the prefix of this module's files."""
     return re.sub(r"(?<![^\s'])results/", f"{PREFIX}results/", str(text))
 
 
 def found(word, files):
-    """Return a word of a command; the folder of one of some files where a job finds it, with storage in a copy of its own."""
+    """Return a word of a command; for a folder of one of `files`, where the job finds it: with storage, in a local copy."""
     folders = (str(Path(file).parent) for file in files)
     return next((folder for folder in folders if Path(folder).match(f"*/{word}")), placed(word))
 
 
 def all_cores(_wildcards):
-    """Return the threads of a timed job: alone on this machine; on a cluster it has its nodes to itself anyway."""
-    # workflow.cores refuses to answer where no --cores was given, as with Slurm and in dry runs.
+    """Return the threads of a timed job: all of this machine; on a cluster its nodes are not shared anyway."""
+    # workflow.cores raises an error if no --cores was given, as with Slurm and in dry runs.
     return workflow.resource_settings.cores or 1
 
 
@@ -122,7 +122,7 @@ def profile_resources():
 
 
 def on_nodes(components, runtime_min):
-    """Return the resources of a job that starts ranks; `components` gives the job's components for the wildcards."""
+    """Return the resources of a job that starts ranks; `components`: a function from wildcards to its components."""
 
     def resource(name):
         return lambda wildcards: job_resources(components(wildcards), runtime_min, profile_resources()).get(name)
@@ -131,12 +131,12 @@ def on_nodes(components, runtime_min):
 
 
 def on_cluster(cluster_of, runtime_min):
-    """Return the resources of a job that runs on all of a cluster."""
+    """Return the resources of a job that runs on all nodes of a cluster."""
     return on_nodes(lambda wildcards: CONFIG.components(cluster_of(wildcards)), runtime_min)
 
 
 def nodes_options(cluster_of):
-    """Return a function to the options on nodes of a command that starts ranks on all of a cluster."""
+    """Return a function that returns the options on nodes for a command that starts ranks on a whole cluster."""
 
     def options(wildcards):
         cluster = CONFIG.settings.clusters[cluster_of(wildcards)]
@@ -162,9 +162,9 @@ def cluster_of_search(wildcards):
 
 
 def group_of_search(wildcards):
-    """Return the group of jobs of a search; None for one that waits for another search to be measured or trained with.
+    """Return the group of a search's job; None if the search waits for a measurement or a run of another search.
 
-    None as well where Slurm is asked for an array of searches, of which a group is no part.
+    Also None if Slurm is asked for an array of searches, of which a group cannot be a part.
     """
     if is_array("search", workflow.executor_settings):
         return None
@@ -181,7 +181,8 @@ def profiles_of_search(wildcards):
 def slurm_extra_of_run(wildcards, input):
     """Return `slurm_extra` of a run, with the signal that stops it in order while there is time.
 
-    Its time follows from the plan, which is read only where Slurm takes the job: elsewhere a damaged one stops nothing.
+    The time of the signal depends on the plan, which is read only if Slurm runs the job: elsewhere a damaged plan stops
+    nothing.
     """
     components, run = CONFIG.components(cluster_of_run(wildcards)), settings_of_run(wildcards)
     if workflow.executor_plugin is None or workflow.executor_plugin.name not in ("shardwright", "slurm"):
@@ -194,14 +195,14 @@ def slurm_extra_of_run(wildcards, input):
 
 
 def outliving_options(wildcards):
-    """Return the options of srun by which other nodes outlive a lost one, for a run that starts lost nodes anew."""
+    """Return the options of srun by which other nodes survive the loss of one, for a run that restarts lost nodes."""
     several = CONFIG.settings.clusters[cluster_of_run(wildcards)].num_machines > 1
     restarts = settings_of_run(wildcards).max_restarts
     return ["--no-kill", "--kill-on-bad-exit=0"] if several and restarts else []
 
 
 def replan_options(wildcards):
-    """Return the files that the plan of a run was searched with, for a run that replans when nodes are lost."""
+    """Return the files from which the plan of a run was searched, for a run that replans when nodes are lost."""
     run, search = settings_of_run(wildcards), search_of_run(wildcards)
     if run.on_node_loss != "replan":
         return []
@@ -215,6 +216,6 @@ def replan_options(wildcards):
 
 
 def search_load(search):
-    """Return the option that says the load of experts to the commands of a search."""
+    """Return the option that gives the load of experts to the commands of a search."""
     words = load_options(CONFIG.settings, CONFIG.folder, CONFIG.settings.searches[search].imbalance)
     return [placed(word) for word in words]

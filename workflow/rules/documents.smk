@@ -1,5 +1,5 @@
-# The small files that are written from the configuration and its grids, for the stages to read.
-# Each of these is written again only when its own part of the configuration changes.
+# The small files that are written from the configuration and its grids and that the stages read.
+# Each of these files is written again only when its own part of the configuration changes.
 rule write_cluster:
     output:
         "results/clusters/{name}.json",
@@ -124,7 +124,7 @@ use rule write_cluster as write_grid_front with:
         text=lambda wildcards: GRIDS[wildcards.grid].front_json(wildcards.front),
 
 
-# The lines of a batch of commands.
+# The commands of a batch, one per line.
 use rule write_cluster as write_grid_commands with:
     output:
         "results/grids/{grid}/commands/{model}@{cluster}.txt",

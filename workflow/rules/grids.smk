@@ -1,4 +1,4 @@
-# Grids of searches, of config/grids: `snakemake --cores all results/grids/galvatron.md`, or `grids` for all of them.
+# Grids of searches in config/grids: `snakemake --cores all results/grids/galvatron.md`, or `grids` for all of them.
 wildcard_constraints:
     grid=any_of(GRIDS),
     front="[^/]+",
@@ -11,8 +11,8 @@ rule grids:
     localrule: True
 
 
-# Many cells of a model on a cluster are searched in parts, which may run at once: --shardwright-array-jobs grid_part.
-# Answers are kept by what they rest on, beyond what Snakemake deletes.
+# Many cells of a model on a cluster are searched in parts, which may run at the same time: --shardwright-array-jobs
+# grid_part. Answers are also kept by what they depend on, where Snakemake does not delete them.
 rule grid_part:
     input:
         unpack(lambda wildcards: GRIDS[wildcards.grid].waits_for(wildcards.model, wildcards.cluster)),
@@ -39,7 +39,7 @@ rule grid_part:
         "shardwright grid {input.cells:q} {params.words:q} --out {output.answers:q} > {log:q} 2>&1"
 
 
-# All cells of a model on a cluster are one job, and the published and the even plans beside them are priced in it.
+# All cells of a model on a cluster are one job, which also prices the published and the even plans.
 rule grid_searches:
     input:
         unpack(lambda wildcards: GRIDS[wildcards.grid].waits_for(wildcards.model, wildcards.cluster)),
@@ -66,7 +66,7 @@ rule grid_searches:
         "mkdir -p {output.plans:q} && shardwright batch {input.batch:q} > {log:q} 2>&1"
 
 
-# The folder has plans beside the tables, which would be taken for points of the next front.
+# The folder contains plans in addition to the tables; old ones would be taken for points of the next front.
 rule grid_front:
     input:
         unpack(lambda wildcards: GRIDS[wildcards.grid].front_waits_for(wildcards.front)),

@@ -1,4 +1,4 @@
-# What the machines and the models do: measured; or estimated where the configuration says `analytic`, and so marked.
+# Profiles of machines and models: measured; or, if the configuration says `analytic`, estimated and marked as such.
 ruleorder: analytic_hardware > hardware
 ruleorder: analytic_profile > fit
 
@@ -10,7 +10,7 @@ rule profiles:
     localrule: True
 
 
-# A model, or as MODEL@LENGTH the same at another sequence length, for its profile.
+# A model or, as MODEL@LENGTH, the same model at another sequence length, for its profile.
 rule describe:
     input:
         config=lambda wildcards: f"results/models/{wildcards.described.partition('@')[0]}/config.json",

@@ -1,4 +1,4 @@
-# Published profiles of other systems, imported: `snakemake --cores 2 reference`. Needs a package index, once.
+# Import of published profiles of other systems: `snakemake --cores 2 reference`. Needs a package index once.
 wildcard_constraints:
     batch="describe|import",
 
@@ -30,7 +30,7 @@ rule reference_sdist:
         "fetch_sdist.sh {params.requirement:q} {params.sha256:q} {output.folder:q} > {log:q} 2>&1"
 
 
-# All of them in one process: starting Python, torch and transformers takes longer than what they then do.
+# All models in one process: starting Python, torch and transformers takes longer than describing the models.
 rule reference_models:
     input:
         REFERENCE.configs(),

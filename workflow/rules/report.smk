@@ -1,4 +1,4 @@
-# One page that says what was planned, what was predicted and what came of it.
+# One page that shows what was planned, what was predicted and what was measured.
 rule report:
     input:
         scripts=[local(str(path)) for path in sorted((ROOT / "workflow/scripts").glob("*.py"))],

@@ -1,11 +1,11 @@
-# From plans to trained models, and the check of what was predicted.
+# From plans to trained models, and the check of predictions.
 rule runs:
     input:
         [files_of_run(CONFIG.settings, run) for run in RUNS.values()],
     localrule: True
 
 
-# Of one run by its name, whatever its folder is: `snakemake --cores all results/runs/demo.done`.
+# The files of one run by its name, whatever its folder is: `snakemake --cores all results/runs/demo.done`.
 rule train:
     input:
         lambda wildcards: files_of_run(CONFIG.settings, wildcards.run_name),
@@ -90,16 +90,16 @@ use rule prepare as prepare_pairs with:
         "read the images or recordings {wildcards.data} and their texts"
 
 
-# A run is its folder, whose name has a hash of the run's settings and data: other ones begin a run beside it. Checkpoints
-# are not outputs, since Snakemake would delete them before a run goes on. They lie under the identity of what the plan
-# executes, so that another plan starts afresh and another price does not. A run that stops in order (75) is resumed, ten
-# times at most.
+# A run is identified by its folder, whose name has a hash of the run's settings and data: with other settings or data a new
+# run begins in another folder. Checkpoints are not outputs, since Snakemake would delete them before a run continues. Their
+# folder is named by what the plan executes: a plan that executes something else starts from the beginning, a plan with only
+# another price does not. A run that stops in order (exit code 75) is resumed at most ten times.
 rule run:
     input:
         plan=lambda wildcards: f"results/plans/{settings_of_run(wildcards).search}.json",
         data=lambda wildcards: CONFIG.data_files(RUNS[wildcards.run]),
         settings="results/runs/{run}/settings.json",
-        # It says how long a step may take, and is no reason to train again.
+        # It says how long a step may take; a change of it is no reason to train again.
         prediction=lambda wildcards: ancient(f"results/plans/{settings_of_run(wildcards).search}.prediction.json"),
     output:
         metrics="results/runs/{run}/metrics.jsonl",
@@ -118,7 +118,7 @@ rule run:
         data=lambda wildcards, input: found(CONFIG.data_folder(settings_of_run(wildcards).data), input.data),
         checkpoints=lambda wildcards: placed(f"results/checkpoints/{wildcards.run}"),
         logs=lambda wildcards: placed(f"results/logs/ranks/{wildcards.run}"),
-        # Snakemake compares no parameter that depends on inputs: an edit of an option is seen here.
+        # Snakemake does not compare parameters that depend on inputs: through this one it sees an edited option.
         compared=lambda wildcards: CONFIG.run_options(RUNS[wildcards.run]),
         options=lambda wildcards, input: [found(word, input.data) for word in CONFIG.run_options(RUNS[wildcards.run])],
         nodes=nodes_options(cluster_of_run),
@@ -186,7 +186,7 @@ rule validate:
         " --steps {params.steps:q} --warmup-steps {params.warmup_steps:q} --out {output.measurement:q} 2> {log:q}"
 
 
-# A file of its own: the profiles stay as they were measured, and a search takes it only where it is told to.
+# The correction is a separate file: profiles stay as they were measured, and a search uses it only if it names it.
 rule correct:
     input:
         measurement="results/measurements/plans/{search}.json",

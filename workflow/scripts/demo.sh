@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# workflow/scripts/demo.sh CORES   Run the default configuration to the end and say what came of it.
+# workflow/scripts/demo.sh CORES   Run the default configuration to the end and print the results.
 set -uo pipefail
 log=results/logs/snakemake.log
 mkdir -p "$(dirname "$log")"
 
-# One line a job; the rest of what Snakemake says is in the log, and is shown when it fails.
+# Print one line per job; the rest of Snakemake's output is in the log, which is shown if it fails.
 snakemake --cores "$1" --quiet reason host 2>&1 | tee "$log" | while IFS= read -r said; do
     case $said in
         "Nothing to be done"*) echo "nothing to be done: all results are up to date" ;;

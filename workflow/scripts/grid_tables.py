@@ -26,7 +26,7 @@ SIZE = ["model", "cluster", "memory_gib", "global_batch_size"]
 """Columns that distinguish the sizes of a grid's cells."""
 _HEAD = ("step, closed form", "simulated", "samples/s", "USD an hour", "USD a thousand steps")
 _STATED = 2
-"""Index, among the columns of numbers, of the column of times that others state, after ours."""
+"""Index, among the columns with numbers, of the column with published times; it follows the column with ours."""
 _OTHERS = {
     Status.DOMINATED: "dominated",
     Status.NO_PLAN: "without a plan",
@@ -37,7 +37,7 @@ _TEXTS = ["model", "cluster", "space", "layers", "plan_sha256", "reason"]
 
 
 class TablesOptions(Options, frozen=True, kw_only=True):
-    """Write NAME.csv and NAME.md of a grid. Times are in s, memory is in bytes."""
+    """Write NAME.csv and NAME.md of a grid. Times are in seconds, memory is in bytes."""
 
     name: Annotated[Path, POSITIONAL]
     """Folder of the grid's cells and answers; the tables are written next to it."""
@@ -46,21 +46,21 @@ class TablesOptions(Options, frozen=True, kw_only=True):
     measured: tuple[Path, ...] = ()
     """Measurements of the plans."""
     front: tuple[Path, ...] = ()
-    """Tables of fronts, front.csv, each with its plans in the same folder."""
+    """Tables of fronts (front.csv), each in the folder of its plans."""
     published_times: Path | None = None
-    """Step times that others state (JSON): of cells, and of fronts by nodes."""
+    """Published step times (JSON): for cells, and for fronts by nodes."""
 
 
 class PlansOptions(Options, frozen=True, kw_only=True):
-    """Write the different plans of a list of answers in one file, for the command that measures them."""
+    """Write the different plans of a list of answers into one file, for the command that measures them."""
 
     answers: Annotated[Path, POSITIONAL]
     """List of answers (shardwright.grid_answers, JSON)."""
     folder: Path
     """Folder of the plans."""
     given: Path
-    """Folder of plans that were not searched: an even one is measured in turns with the full space's plan of its batch
-    and the largest budget."""
+    """Folder of plans that were not searched. Steps of an even plan alternate with steps of the full space's plan for
+    the same batch and the largest budget."""
     out: Path
     """The plans to write (shardwright.plans, JSON)."""
 
@@ -109,7 +109,7 @@ def write_plans(options: PlansOptions) -> None:
 
 
 def _decision(plan: Plan) -> str:
-    """The hash of a plan without its name, so that cells with equal plans have the same."""
+    """Return the hash of a plan without its name: cells with equal plans have the same hash."""
     return msgspec.structs.replace(plan, name="plan").sha256
 
 
@@ -142,7 +142,7 @@ def _lack(path: Path, memory_gib: object) -> str | None:
 
 
 def _figures(path: Path, reason: str | None, times: dict[str, float]) -> dict[str, Any]:
-    """The figures of a cell's plan; without a plan, the reason why there is none."""
+    """Return the figures of a cell's plan; without a plan, the reason why there is none."""
     names = (
         "predicted_step_s", "samples_per_s", "predicted_memory_bytes", "gap", "measured_step_s", "pp_size",
         "num_microbatches", "layers", "plan_sha256", "reason",
@@ -167,13 +167,13 @@ def _published(path: Path | None) -> dict[str, Any]:
 
 
 def _typed(cells: pd.DataFrame) -> pd.DataFrame:
-    """The cells with numbers in all columns except texts; NaN if there is none, even in a whole column."""
+    """Return the cells with floats in all columns except those with text; missing numbers are NaN."""
     numbers = cells.columns.difference(["global_batch_size", *_TEXTS])
     return cells.astype(dict.fromkeys(numbers, float))
 
 
 def grid_section(cells: pd.DataFrame) -> Section:
-    """A table of samples per second by space, with the full space's gain over the best other and published."""
+    """Return a table of samples per second by space, with the gain of `full` over the best other and the published."""
     is_measured = cells["measured_step_s"].notna().any()
     step_s = cells["measured_step_s" if is_measured else "predicted_step_s"]
     cells = cells.assign(speed=cells["global_batch_size"] / step_s)
@@ -205,13 +205,13 @@ def grid_section(cells: pd.DataFrame) -> Section:
 
 
 def _too_large(row: "pd.Series[Any]", memory_gib: float) -> str:
-    """Return a note if the published plan needs more than the budget by the same count, else an empty text."""
+    """Return a note if the published plan exceeds the budget by our memory estimate, else an empty string."""
     over = row["published_memory_bytes"] / GIB - memory_gib
     return f" (over the budget by {over:.1f} GiB)" if over > 0 else ""
 
 
 def gib_text(memory_gib: float) -> str:
-    """Return a budget in words; infinite: all of each device's memory."""
+    """Return a budget in words; infinity: all memory of each device."""
     return "all" if memory_gib == inf else f"{memory_gib:g}"
 
 
@@ -241,7 +241,7 @@ def _ratio(value: float | None) -> str:
 def front_section(path: Path, published_step_s: Mapping[str, float], source: str | None) -> Section:
     """Return a section on a front.csv: its points, the fastest first, and counts of other sub-clusters by status.
 
-    Times (s) that others state, by nodes, are a column and counted in the text.
+    Published times in seconds, by nodes, get a column, and their number is in the text.
     """
     rows = pd.read_csv(path, keep_default_na=False)
     points = rows[rows["status"] == str(Status.FRONT)].to_dict("records")

@@ -1,7 +1,7 @@
 #!/bin/bash
-# lost_node.sh JOB [SECONDS]: print a node that a running job of Slurm has lost; status 1 where all of them are there.
-# A node is lost where Slurm calls it DOWN or NOT_RESPONDING, or where its slurmd takes no connection for SECONDS (30).
-# Slurm itself notices after minutes (SlurmdTimeout), when srun may long have told of the ranks that ended there.
+# lost_node.sh JOB [SECONDS]: print a node that a running job of Slurm has lost; status 1 if none is lost.
+# A node is lost if Slurm reports it as DOWN or NOT_RESPONDING, or if its slurmd accepts no connection for SECONDS (30).
+# Slurm itself notices only after minutes (SlurmdTimeout), long after srun may have reported that ranks ended there.
 job=$1 patience_s=${2:-30}
 names=$(scontrol --oneliner show job "$job" | grep -o ' NodeList=[^ ]*' | cut -d= -f2 | paste -sd,)
 default_port=$(scontrol show config | grep -om 1 '^SlurmdPort *= *[0-9]*')
@@ -10,7 +10,7 @@ field() { # NAME: its value in $line
     [[ $line =~ (^| )$1=([^ ]*) ]] && echo "${BASH_REMATCH[2]}"
 }
 
-answers() { # whether the slurmd of the node in $line takes a connection
+answers() { # whether the slurmd of the node in $line accepts a connection
     local port
     port=$(field Port) || port=${default_port##* }
     timeout 3 bash -c "exec 3<>/dev/tcp/$(field NodeAddr)/$port" 2>/dev/null

@@ -179,7 +179,7 @@ def _measured(search: SearchOutcome) -> str:
 
 
 def _profile_section(outcome: ProfileOutcome) -> str:
-    """The section of a profile: sources of its numbers, errors of its curves, notes and picture."""
+    """Return the section of a profile: sources of its numbers, errors of its curves, notes and picture."""
     origin, provenance, layers = outcome.profile.origin, outcome.profile.provenance, outcome.profile.layers
     columns = ("forward_source", "backward_source", "activation_source", "workspace_source")
     sources = sorted({getattr(row, name) for row in layers.rows for name in columns})
@@ -200,7 +200,7 @@ def _profile_section(outcome: ProfileOutcome) -> str:
 
 
 def _plans_table(comparisons: Iterable[Comparison]) -> str:
-    """A table of every plan as predicted and as measured."""
+    """Return a table of every plan as predicted and as measured."""
     rows = [
         (
             (each.role, plan_text(each.plan)),
@@ -213,7 +213,7 @@ def _plans_table(comparisons: Iterable[Comparison]) -> str:
 
 
 def _ranks_table(comparisons: Iterable[Comparison]) -> str:
-    """A table of every measured rank; predicted memory is its pipeline stage's, both include the process."""
+    """Return a table of every measured rank, with the predicted memory of its stage; both include the process."""
     rows = []
     for each in comparisons:
         for rank in () if each.measured is None else each.measured.ranks:
@@ -224,7 +224,7 @@ def _ranks_table(comparisons: Iterable[Comparison]) -> str:
 
 
 def _correction_table(correction: Correction) -> str:
-    """A table of the learned factors, with their evidence."""
+    """Return a table of the learned factors, with their evidence."""
     rows = [
         (
             (str(term).replace("_", " "),),
@@ -237,7 +237,7 @@ def _correction_table(correction: Correction) -> str:
 
 
 def _fits_table(profile: ModelProfile) -> str:
-    """A table of the relative errors of the curves through a profile's points; medians over the curves."""
+    """Return a table of relative errors of the curves fitted to a profile's points: medians over the curves."""
     rows = []
     for (mode, words), (quantity, name) in product(_MODES.items(), _QUANTITIES.items()):
         if fits := [fit for fit in profile.fits.rows if (fit.mode, fit.quantity) == (mode, quantity)]:
@@ -272,7 +272,7 @@ _STEPS_HEIGHT = 260.0
 
 
 def draw_loss(run: RunOutcome, across: float = WIDTH) -> str:
-    """Draw loss and evaluations against step; the loss's axis starts at a round value below the least."""
+    """Draw loss and evaluations against the step; the axis of the loss starts at a round value below the minimum."""
     losses = [step.loss for step in run.steps]
     evaluated = [(step.step, step.evaluation.loss) for step in run.steps if step.evaluation is not None]
     drawn = [*losses, *(loss for _, loss in evaluated)]
@@ -289,9 +289,9 @@ def draw_loss(run: RunOutcome, across: float = WIDTH) -> str:
 
 
 def draw_step_times(run: RunOutcome, across: float = WIDTH) -> str:
-    """Draw the time of each step against its number, and the predicted one as a horizontal line.
+    """Draw the time of each step against its number, and the predicted step time as a horizontal line.
 
-    The axis ends at three medians, so that a first step that compiles or warms up does not flatten the rest.
+    The axis ends at three times the median, so that a first step that compiles or warms up does not flatten the rest.
     """
     times = [step.step_time_s for step in run.steps]
     predicted = run.result.predicted_step_time_s
@@ -309,6 +309,6 @@ def draw_step_times(run: RunOutcome, across: float = WIDTH) -> str:
 def _step_panel(
     run: RunOutcome, low: float, high: float, across: float, label: Callable[[float], str] = "{:g}".format
 ) -> Panel:
-    """A panel of values from `low` to `high` against the steps of a run."""
+    """Return a panel of values from `low` to `high` against the steps of a run."""
     steps = linear_axis(run.steps[0].step, run.steps[-1].step, 48, across - 64, count=6 if across == WIDTH else 3)
     return Panel(steps, linear_axis(low, high, 222, 14, label, count=5))

@@ -27,7 +27,7 @@ class Comparison(NamedTuple):
     estimate: Estimate
     measured: PlanMeasurement | None
     reference_s: float = 0.0
-    """Seconds of the reference workload on the machine as it was profiled; 0 if none was run."""
+    """Seconds of the reference workload when the machine was profiled; 0 if it was not run."""
 
     @property
     def measured_time_s(self) -> float | None:
@@ -36,23 +36,23 @@ class Comparison(NamedTuple):
 
     @property
     def measured_sample_s(self) -> float | None:
-        """Return the measured seconds of a sample, converted to the machine's speed during profiling."""
+        """Return the measured seconds per sample, converted to the machine's speed during profiling."""
         step_s = self.measured_time_s
         return None if step_s is None else step_s / self.slowdown / self.plan.global_batch_size
 
     @property
     def slowdown(self) -> float:
-        """Return the machine's slowdown during this measurement, relative to profiling."""
+        """Return the factor by which the machine was slower during this measurement than during profiling."""
         return 1.0 if self.measured is None else self.measured.slowdown(self.reference_s)
 
     @property
     def measured_bytes(self) -> int | None:
-        """The peak memory of the fullest rank, in bytes."""
+        """Return the peak memory of the fullest rank, in bytes."""
         return None if self.measured is None else self.measured.peak_bytes
 
 
 class SearchOutcome(NamedTuple):
-    """A search: its plan, the prediction, and the plan and its runners-up compared with their measurements."""
+    """A search: its plan, its prediction, and the comparisons of the plan and its runners-up with measurements."""
 
     name: str
     plan: Plan
@@ -63,7 +63,7 @@ class SearchOutcome(NamedTuple):
 
     @property
     def chosen(self) -> Comparison:
-        """The plan that runs take, the predicted best."""
+        """Return the comparison of the plan that runs use: the plan predicted to be best."""
         return self.comparisons[0]
 
 
@@ -89,7 +89,7 @@ class GivenPicture(NamedTuple):
 
     name: str
     drawing: str
-    """SVG, as wide as the page allows, without a style."""
+    """SVG that is as wide as the page allows, without a style sheet."""
 
 
 def read_profile(results: Path, name: str) -> ProfileOutcome:
@@ -101,7 +101,7 @@ def read_profile(results: Path, name: str) -> ProfileOutcome:
 def read_search(results: Path, name: str) -> SearchOutcome:
     """Return a search's plan, its prediction and, if any, its measurement and the learned correction.
 
-    Raises BadInput when a file cannot be read, or when the prediction belongs to another plan.
+    Raises BadInput if a file cannot be read, or if the prediction belongs to another plan.
     """
     plan = read_document(results / "plans" / f"{name}.json", Plan)
     path = results / "plans" / f"{name}.prediction.json"
@@ -123,14 +123,14 @@ def read_search(results: Path, name: str) -> SearchOutcome:
 
 
 def _correction(results: Path, name: str, measured: Set[str]) -> Correction | None:
-    """The correction learned from a search's plans; None if the file is for other plans, measured before."""
+    """Return the correction learned from a search's plans; None if the file is for other plans, measured before."""
     path = results / "corrections" / f"{name}.json"
     learned = read_document(path, Correction) if path.exists() else None
     return learned if learned is not None and measured >= set(learned.plans_sha256) else None
 
 
 def read_run(results: Path, name: str) -> RunOutcome:
-    """A finished run; raises BadInput if a file cannot be read."""
+    """Return a finished run; raise BadInput if a file cannot be read."""
     folder = results / "runs" / name
     result = read_document(folder / "DONE.json", RunResult)
     path = folder / "metrics.jsonl"
@@ -148,7 +148,7 @@ def read_run(results: Path, name: str) -> RunOutcome:
 def read_picture(path: Path) -> GivenPicture:
     """Return a picture that `shardwright.display.svg.document` wrote.
 
-    Raises BadInput if it is another kind of file, or holds what could do more than be looked at.
+    Raises BadInput if it is another kind of file, or contains active content.
     """
     content = read_bytes(path)
     try:
@@ -170,7 +170,7 @@ def read_picture(path: Path) -> GivenPicture:
 
 
 def speed_text(comparisons: Sequence[Comparison]) -> str | None:
-    """Return a sentence if the machine's speed has changed since profiling by more than 5 % for any measured plan."""
+    """Return a sentence if, for any measured plan, the machine's speed differed from profiling by more than 5 %."""
     slowdowns = [each.slowdown for each in comparisons if each.measured is not None]
     if not any(abs(slowdown - 1) > _SAME_SPEED for slowdown in slowdowns):
         return None
@@ -191,7 +191,7 @@ def evaluation_text(run: RunOutcome) -> str:
 
 
 def or_dash(text: Callable[[float], str], value: float | None) -> str:
-    """A value as text, or a dash if there is none."""
+    """Return a value as text, or a dash if there is none."""
     return "–" if value is None else text(value)
 
 

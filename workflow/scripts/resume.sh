@@ -1,20 +1,20 @@
 #!/bin/bash
-# resume.sh TIMES NOTE COMMAND...: run a command, and again while it ends with 75 (stopped in order), TIMES times more at
-# most. NOTE is the STOPPED.json that it leaves: where it is there, srun's status of another task that it ended because
-# one had ended with 75 counts as 75, too. Where this script is signalled as well, everything here is to end: then
-# it is left stopped.
-# Inside a job of Slurm, the job is queued again, and the run goes on from its last checkpoint, in two cases:
-# - The command alone was signalled. That is Slurm's word that the job's time is nearly up.
-# - The command failed and one of the job's nodes is lost, TIMES times in a job at most, which LOST_NODES.txt beside NOTE
-#   counts. A rank that fails on nodes that are all there ends the run.
-# A job that Slurm is ending already, because it was cancelled, is not queued again: its ranks can end of it before this
-# script is signalled, and Slurm would queue it again all the same.
+# resume.sh TIMES NOTE COMMAND...: run a command, and again while it ends with 75 (stopped in order), at most TIMES more
+# times. NOTE is the STOPPED.json that a stopped command leaves. If it exists, a status above 128 also counts as 75: srun
+# has then ended the other tasks by a signal after one ended with 75. If this script is signalled as well, everything
+# here is to end: then the command is not run again.
+# Inside a job of Slurm, the job is queued again, and the run continues from its last checkpoint, in two cases:
+# - Only the command was signalled, not this script: Slurm's notice that the job's time is nearly over.
+# - The command failed and one of the job's nodes is lost; at most TIMES times in a job, counted in LOST_NODES.txt next to
+#   NOTE. If no node is lost, a rank that fails ends the run.
+# A job that Slurm is already ending, because it was cancelled, is not queued again: its ranks may end before this script
+# is signalled, and Slurm would queue the job again all the same.
 times=$1 note=$2 signalled=
 lost_nodes=$(dirname "$note")/LOST_NODES.txt
 shift 2
 trap 'signalled=yes' TERM INT HUP USR1
 
-queue_again() { # WHY: queue this job again and end; return where Slurm does not let it
+queue_again() { # WHY: queue this job again and exit; return if Slurm does not allow it
     local state
     state=$(scontrol --oneliner show job "$SLURM_JOB_ID" | grep -om 1 ' JobState=[A-Z_]*')
     if [[ $state && $state != *=RUNNING ]]; then
@@ -30,7 +30,7 @@ queue_again() { # WHY: queue this job again and end; return where Slurm does not
     exit "$status"
 }
 
-queue_again_without_lost_node() { # return where no node is lost, or too many were
+queue_again_without_lost_node() { # return if no node is lost, or if too many were lost
     local node lost
     node=$("$(dirname "$0")/lost_node.sh" "$SLURM_JOB_ID") || return
     lost=$(grep -cs "^$SLURM_JOB_ID " "$lost_nodes")

@@ -21,9 +21,9 @@ class ResultsOptions(Options, frozen=True, kw_only=True):
     """Print plans with predicted and measured step times, and the losses of runs."""
 
     results: Path
-    """Folder of plans/, measurements/, corrections/, runs/, profiles/ and pictures/."""
+    """Folder that contains plans/, measurements/, corrections/, runs/, profiles/ and pictures/."""
     search: tuple[str, ...] = ()
-    """Names of searches, in the order of the page; may be repeated, as all names."""
+    """Names of searches, in the order of the page; may be repeated, like all names."""
     run: tuple[str, ...] = ()
     """Names of runs."""
 
@@ -42,7 +42,7 @@ class PageOptions(ResultsOptions, frozen=True, kw_only=True):
     profile: tuple[str, ...] = ()
     """Names of profiles, MODEL@NODE_TYPE."""
     picture: tuple[Path, ...] = ()
-    """Further pictures to show, SVG: of rent fronts."""
+    """Additional pictures to show, SVG, such as rent fronts."""
     out: Path
     """The page to write; its numbers are written next to it, with the ending .json."""
 

@@ -1,4 +1,4 @@
-"""Searches and runs in short: the cards that open the report, its numbers, and the summary and table of all."""
+"""Searches and runs in brief: the cards at the top of the report, its numbers, the summary, the table of searches."""
 
 import csv
 import io
@@ -27,7 +27,7 @@ _COLUMNS = (
 
 
 def answer(search: SearchOutcome) -> str:
-    """A card with a search's answer in a few lines."""
+    """Return a card with the answer of a search in a few lines."""
     lines = "".join(f"<dt>{name}</dt><dd>{escape(words)}</dd>" for name, words in _lines(search, search.chosen))
     return f'<div class="answer"><b>{escape(search.name)}</b><dl>{lines}</dl></div>'
 
@@ -39,7 +39,7 @@ def first_sentences(searches: Sequence[SearchOutcome], runs: Sequence[RunOutcome
 
 
 def _trained(run: RunOutcome, searches: Sequence[SearchOutcome]) -> str:
-    """Return a sentence on a run: the model, the duration, the change of the loss, and the time of a step."""
+    """Return a sentence on a run: the model, the duration, the change of the loss, and the step time."""
     result, plans = run.result, (each.plan for search in searches for each in search.comparisons)
     model = next((plan.model.name for plan in plans if plan.sha256 == result.plan_sha256), "a model")
     step = f"a step took {seconds_text(median(step.step_time_s for step in run.steps))}"
@@ -74,7 +74,7 @@ def _both(text: Callable[[Number], str], measured: Number | None, predicted: Num
 
 
 def provenance(search: SearchOutcome) -> dict[str, str]:
-    """Return the first warning about each kind of number that was not measured, by kind."""
+    """Return the first warning about each kind of numbers that were not measured, by kind."""
     warnings: dict[str, str] = {}
     for warning in search.prediction.warnings:
         for kind in _KINDS:
@@ -84,7 +84,7 @@ def provenance(search: SearchOutcome) -> dict[str, str]:
 
 
 def fits_by(search: SearchOutcome, chosen: Comparison) -> int | None:
-    """Return the unused bytes of the budget on the search's fullest device, as measured or else as predicted.
+    """Return the unused bytes of the budget on the fullest device of a search's plan: measured, or else predicted.
 
     The result is negative if the plan does not fit; None if no budget was set.
     """
@@ -158,7 +158,7 @@ def _sure(search: SearchOutcome, chosen: Comparison) -> Iterator[str]:
 
 
 def _faster(search: SearchOutcome, chosen: Comparison) -> Iterator[str]:
-    """Yield a sentence if another plan of the search, which fits, was measured to be faster than the chosen one."""
+    """Yield a sentence if another plan of the search, which fits, was measured to be faster than the chosen plan."""
     own_s = chosen.measured_sample_s
     fitting = (each for each in search.comparisons if (fits_by(search, each) or 0) >= 0)
     timed = [(time_s, each) for each in fitting if (time_s := each.measured_sample_s) is not None]
@@ -183,7 +183,7 @@ def _why(search: SearchOutcome, chosen: Comparison) -> Iterator[str]:
 
 
 def _shares(chosen: Comparison) -> Iterator[str]:
-    """Yield the shares of a step by its closed form."""
+    """Yield the shares of a step's time according to the closed form."""
     parts, step_s = step_parts(chosen.plan, chosen.estimate), chosen.estimate.objective_s or 1.0
     slowest = f" of stage {parts.slowest}, the slowest" if len(chosen.plan.stages) > 1 else ""
     yield f"{parts.bottleneck_s / step_s:.1%} of a step are forward and backward passes{slowest}"
@@ -206,7 +206,7 @@ def _sample_s(chosen: Comparison) -> float:
 def numbers(
     searches: Sequence[SearchOutcome], runs: Sequence[RunOutcome], profiles: Sequence[ProfileOutcome] = ()
 ) -> bytes:
-    """JSON by name: predictions and measurements of searches, runs and profiles; times in s, sizes in bytes."""
+    """Return JSON by name: predictions and measurements of searches, runs and profiles; in seconds and bytes."""
     content = {
         "searches": {search.name: _search_numbers(search) for search in searches},
         "runs": {run.name: {"result": run.result, "steps": run.steps} for run in runs},
@@ -247,7 +247,7 @@ def _plan_numbers(search: SearchOutcome, compared: Comparison) -> dict[str, Any]
 
 
 def summary(searches: Sequence[SearchOutcome], runs: Sequence[RunOutcome]) -> str:
-    """Plans with predicted and measured step times, and the losses, as lines."""
+    """Return the lines of a summary: plans with predicted and measured step times, and losses."""
     lines: list[str] = []
     for search in searches:
         budget = search.prediction.memory_budget_bytes
@@ -279,7 +279,7 @@ def _comparison(comparison: Comparison, width: int) -> str:
 
 
 def search_table(searches: Sequence[SearchOutcome]) -> str:
-    """Return the rows as CSV, with a header."""
+    """Return a table of searches as CSV, with a header."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(_COLUMNS)

@@ -1,4 +1,4 @@
-"""NVIDIA's published pretraining runs of NeMo and Megatron-Bridge, those that a uniform plan says."""
+"""NVIDIA's published pretraining runs of NeMo and Megatron-Bridge that a uniform plan can express."""
 
 import re
 from collections import Counter
@@ -35,25 +35,25 @@ _COLUMNS = (
 )
 _COLUMNS += ("gbs", "recompute", "step_s", "note", "source", "tag")
 _PLAN = ("model", "precision", "gpu", "num_gpus", "seq_len", "tp", "pp", "cp", "ep", "etp", "vp", "mbs", "gbs")
-"""Columns that tell plans apart; dense plans of several releases count once, with their median."""
+"""Columns by which plans differ; a dense plan in several releases counts once, with the median time."""
 _EXPERTS = ("qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-120b", "deepseek-v3", "kimi-k2")
 _EXPERTS += ("grok1-314b", "llama4-maverick-400b")
-"""Models with experts, of which each release of the software is scored by itself."""
+"""Models with experts, for which each release of the software is scored separately."""
 _PRESETS = {"gpt3-175b": "gpt-3-175b"} | {f"llama3-{size}": f"llama-3-{size}" for size in ("8b", "70b", "405b")}
 _PRESETS |= {name: name for name in _EXPERTS} | {"grok1-314b": "grok-1", "llama4-maverick-400b": "llama-4-maverick"}
 _LAYERS_KEYS = ("num_hidden_layers", "n_layer")
 _UNLIKE = (*_EXPERTS, "llama3-405b")
-"""Models whose chunks may have unlike numbers of layers, in which embedding and loss count as a layer each.
+"""Models whose chunks may have different numbers of layers; embedding and loss count as one layer each.
 
-Recipes of Llama 3.1 405B, of 126 layers, say so: `account_for_embedding_in_pipeline_split` of Megatron Bridge.
+Recipes of Llama 3.1 405B, with 126 layers, set that: `account_for_embedding_in_pipeline_split` of Megatron Bridge.
 """
 _LIGHT = ("mla_up_proj", "core_attn", "selective", "layernorm+moe_act")
-"""Recomputation of so little that it is counted as none: latents, flash attention's scores, norms and activations."""
+"""Recomputation that is so small that it counts as none: latents, flash attention's scores, norms, activations."""
 _MTP = ("deepseek-v3",)
-"""Models that Bridge trains with a layer of multi-token prediction, which fills the last chunk of their layouts."""
+"""Models that Bridge trains with a layer of multi-token prediction, in the last chunk of their layouts."""
 _MTP_CHUNKS = (4, 8, 16)
 _MTP_LAYERS = 64
-"""Layers of all chunks of these layouts, if the last was as long as the others (`Et*4|(t*4|)*14tmL`)."""
+"""Number of layers in these layouts if the last chunk were as long as the others (`Et*4|(t*4|)*14tmL`)."""
 _NEMOTRON = {
     "model_type": "llama",
     "hidden_size": 18432,
@@ -65,9 +65,9 @@ _NEMOTRON = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }
-"""Nemotron-4 340B (NVIDIA 2024, table 1); a gated feed-forward of two thirds of the width stands for its squared ReLU.
+"""Nemotron-4 340B (NVIDIA 2024, table 1), with a gated feed-forward of 2/3 of the width in place of its squared ReLU.
 
-It has the same parameters and products, and keeps a third more of the feed-forward's activations.
+This has the same parameters and matrix products, and keeps a third more of the feed-forward's activations.
 """
 _COMPUTE = {"BF16": "bfloat16", "FP8": "fp8", "FP8-CS": "fp8", "MXFP8": "fp8", "NVFP4": "nvfp4"}
 _MACHINES = {
@@ -89,22 +89,22 @@ _SHARDED = "fully sharded data parallel"
 
 
 def nvidia(folder: Path) -> list[Run]:
-    """The runs in bfloat16 and FP8 that a plan with one strategy for all layers says, one of each plan and release."""
+    """Return the runs in bfloat16 and FP8 that a uniform plan can express, one for each plan and release."""
     return _runs(folder, rows_of(folder, _COLUMNS))
 
 
 def bridge(folder: Path) -> list[Run]:
-    """The tuned runs of Megatron-Bridge's verification cards."""
+    """Return the tuned runs of Megatron-Bridge's verification cards."""
     return _runs(folder, _card_rows(folder))
 
 
 def mlperf(folder: Path) -> list[Run]:
-    """The runs of MLPerf training 5.1 and 6.0 whose plans are known, but for AMD's and those of low-rank matrices."""
+    """Return the runs of MLPerf training 5.1 and 6.0 whose plans are known, except for AMD's and LoRA runs."""
     return _runs(folder, [*_v51_rows(folder), *_v60_rows(folder)])
 
 
 def left_out(folder: Path, source: str = "nvidia") -> dict[str, int]:
-    """Rows that no plan says by the first cause, and those that repeat another's plan."""
+    """Return how many rows no plan can express, by the first cause, and how many repeat another row's plan."""
     rows = list(_rows_by_source[source](folder))
     causes = Counter(cause for row in rows if (cause := _obstacle(row)) is not None)
     repeats = len(rows) - causes.total() - len(_runs(folder, rows))
@@ -127,7 +127,7 @@ def _runs(folder: Path, rows: Iterable[Row]) -> list[Run]:
 
 
 def _card_rows(folder: Path) -> Iterator[Row]:
-    """Yield cards as rows; etp, the chunks and the layers that a card leaves out are those of its recipe."""
+    """Yield cards as rows; etp, chunks and layers that a card does not state are taken from its recipe."""
     for row in rows_of(folder, ("item", "gpus", "recipe", "global_batch"), "megatron_bridge_cards.csv"):
         tuned = row["item"].startswith(("pretrain_performance", "pretrain_weak_scaling"))
         sizes = (row["tp"], row["pp"], row["gpus"], row["step_s"])
@@ -154,7 +154,7 @@ _CARD_NOTES = {
     "gpt_oss_120b_pretrain_64gpu_gb200_bf16_config": "recompute from the default config; EP all-to-all overlap on"
 }
 _CARD_RECOMPUTES = {"gpt_oss_120b_pretrain_64gpu_gb200_bf16_config": "layernorm+moe_act"}
-"""What prose of a card and its recipe say that its columns do not: this one names no dispatcher, so it is plain."""
+"""Recomputation that only the prose of a card or its recipe states; the notes name no dispatcher, so it is plain."""
 _V51_GPUS = {"NVIDIA H200-SXM5-141GB": "H200", "NVIDIA H100-SXM5-80GB": "H100"}
 _V51_GPUS |= {"NVIDIA Blackwell GPU (B200-SXM-180GB)": "B200", "NVIDIA Blackwell GPU (GB200)": "GB200"}
 _V51_GPUS |= {"NVIDIA Blackwell Ultra GPU (GB300)": "GB300", "NVIDIA Blackwell Ultra GPU (B300-SXM-270GB)": "B300"}
@@ -235,7 +235,7 @@ def _obstacles(row: Row) -> Iterator[str]:
 
 
 def _layers(row: Row) -> int:
-    """The layers of a row, those of the whole model if it names none, with that of multi-token prediction."""
+    """Return the number of layers of a row, by default the whole model's, with its layer of multi-token prediction."""
     config = _config(row["model"])
     whole = int(row["layers"] or next(config[key] for key in _LAYERS_KEYS if key in config))
     skips = "w/o MTP" in row["note"] or "nchmarking" in row["source"]
@@ -287,7 +287,7 @@ def _run(folder: Path, row: Row, habits: tuple[tuple[str, Any], ...]) -> Run:
 
 
 def _set_of(row: Row) -> str:
-    """The set that a row is scored in: Grok-1, half of the older rows with experts, is beside the others."""
+    """Return the set in which a row is scored; Grok-1, half of the older rows with experts, is a separate set."""
     source = next((name for name, mark in _MARKS.items() if mark in row["source"]), "nvidia")
     precision = {"bfloat16": "BF16", "fp8": "FP8", "nvfp4": "NVFP4"}[_COMPUTE[row["precision"]]]
     if row["model"] == "grok1-314b":
@@ -298,15 +298,15 @@ def _set_of(row: Row) -> str:
 
 
 def _etp_size(ep_size: int, tp_size: int, others: int) -> int:
-    """Ranks that share the features of an expert where a row does not say it: as many as tensor-parallel ones.
+    """Return the number of ranks that share an expert's features, if a row does not state it: `tp_size`.
 
-    That is Megatron-LM's default. Where so many do not fit the ranks of a stage, each expert is whole.
+    That is Megatron-LM's default. If `tp_size` times `ep_size` does not divide the ranks of a stage, it is 1.
     """
     return 1 if tp_size * others % (ep_size * tp_size) else tp_size
 
 
 def _cuts(row: Row, layers: int, ranges: int) -> tuple[int, ...] | None:
-    """Where ranges of unlike numbers of layers begin and end: embedding and loss count as a layer each."""
+    """Return the bounds of layer ranges of different lengths, or None: embedding and loss count as one layer each."""
     if row["model"] in _MTP and layers > int(row["layers"] or 0) and ranges in _MTP_CHUNKS:
         return (*range(0, _MTP_LAYERS, _MTP_LAYERS // ranges), layers)
     if layers % ranges == 0:
@@ -316,10 +316,10 @@ def _cuts(row: Row, layers: int, ranges: int) -> tuple[int, ...] | None:
     return tuple(accumulate(sizes, initial=0))
 
 
-# What a release of Megatron did beside its plan: the dispatcher of its experts, graphs and fused kernels.
+# What a release of Megatron did in addition to its plan: the dispatcher of its experts, graphs and fused kernels.
 #
-# Read from the notes of a row, which are those of the release's default configuration; a page that prints none takes
-# the newest earlier one of the same plan.
+# It is read from the notes of a row, which describe the release's default configuration. If a page prints no
+# configuration, the notes of the newest earlier release with the same plan are taken.
 
 
 _FUSIONS_FROM = 2606
@@ -331,13 +331,13 @@ _HYBRID_FROM = 2511
 
 
 def release_of(row: Mapping[str, str]) -> int:
-    """The release of a row as a number, such as 2606: its container's, else that of its tag; 2407 if it names none."""
+    """Return the release of a row as a number, such as 2606: from its container, else from its tag, else 2407."""
     found = re.search(r"container (\d\d)\.(\d\d)", row["note"]) or re.match(r"v(\d\d)\.(\d\d)", row["tag"])
     return int(found[1]) * 100 + int(found[2]) if found else 2407
 
 
 def experts_as_run(row: Mapping[str, str], same_plan: Iterable[Mapping[str, str]]) -> dict[str, Any]:
-    """What the runtime of a row with experts did, as fields of `Runtime`, given all rows of its plan."""
+    """Return what the runtime of a row with experts did, as fields of `Runtime`; `same_plan`: all rows of its plan."""
     release, in_rack = release_of(row), row["gpu"] in ("GB200", "GB300")
     if release >= _RECIPES_FROM and row["precision"] == "MXFP8" and in_rack:
         return _made(Dispatcher.PER_NODE, overlapped=True, graphs=Graphs.FULL, fused=True)
@@ -365,10 +365,10 @@ def _made(dispatcher: Dispatcher, *, overlapped: bool, graphs: Graphs, fused: bo
 
 
 def _stated(row: Mapping[str, str]) -> tuple[Dispatcher | None, bool]:
-    """The dispatcher that a row's notes name, and whether its messages overlap; None if they print no configuration.
+    """Return the dispatcher in a row's notes, None if they print no configuration, and whether its messages overlap.
 
-    On H100 `deepep` is the backend's name, which does not switch the flexible dispatcher on (known limitations of
-    Megatron-Bridge's skills).
+    On H100 `deepep` is only the name of the backend and does not switch the flexible dispatcher on (known limitations
+    of Megatron-Bridge's skills).
     """
     note, overlapped = row["note"], "EP all-to-all overlap on" in row["note"]
     if "dispatcher hybridep" in note or ("dispatcher deepep" in note and row["gpu"] != "H100"):
@@ -378,7 +378,7 @@ def _stated(row: Mapping[str, str]) -> tuple[Dispatcher | None, bool]:
 
 
 def _has_graphs(model: str, gpu: str) -> bool:
-    """Whether its default configurations capture attention and the router (cuda_graph_scope of v0.3 to v0.5)."""
+    """Return whether a model's default configuration captures attention and router (cuda_graph_scope, v0.3 to v0.5)."""
     return {
         "qwen3-30b-a3b": gpu != "H100",
         "qwen3-235b-a22b": gpu in ("GB200", "GB300"),

@@ -31,50 +31,50 @@ from shardwright_search.uniform_plan import uniform_plan
 
 _NOWHERE = Path("published")
 _COMMUNICATORS = 3
-"""Of another runtime's rank: data parallelism or all ranks, tensor parallelism, the pipeline."""
+"""Communicators of a rank in another runtime: data parallelism or all ranks, tensor parallelism, the pipeline."""
 
 
 class Factors(NamedTuple):
-    """What a measured profile would say in place of an analytic one: forward and backward passes, and memory."""
+    """Factors from an analytic profile to a measured one: of forward and backward times, and of memory."""
 
     time: float = 1.0
     memory: float = 1.0
 
 
 class Priced(NamedTuple):
-    """A run and what is predicted of it."""
+    """A run and its prediction."""
 
     run: Run
     time_s: float
     memory_bytes: int
-    """Of the fullest rank."""
+    """Predicted memory of the fullest rank."""
     read_bytes: int
-    """Of the rank whose memory was read."""
+    """Predicted memory of the rank whose memory was measured."""
     limit_bytes: int
     """Memory of one device."""
 
     @property
     def time_error(self) -> float:
-        """Relative to what was measured, with its sign."""
+        """Return the signed relative error of the time."""
         assert self.run.measured_s
         return self.time_s / self.run.measured_s - 1
 
     @property
     def memory_error(self) -> float:
-        """Relative to what was measured, with its sign."""
+        """Return the signed relative error of the memory."""
         assert self.run.measured_bytes
         return self.read_bytes / self.run.measured_bytes - 1
 
 
 class Unpriced(NamedTuple):
-    """A run that no plan of this project says."""
+    """A run that no plan of this project can express or that it cannot price."""
 
     run: Run
     reason: str
 
 
 def priced(runs: Sequence[Run], factors: Factors) -> Iterator[Priced | Unpriced]:
-    """Every run, sorted so that those of one model and machine follow one another."""
+    """Yield the prediction of every run; runs of one model and machine follow one another."""
     table = read_devices()
     for _, own in groupby(sorted(runs, key=_setting), key=_setting):
         yield from _of_one_setting(list(own), table, factors)
@@ -130,7 +130,7 @@ def _of_one_setting(runs: Sequence[Run], table: DeviceTable, factors: Factors) -
 
 
 def _assumed(run: Run) -> Runtime:
-    """What is taken of its runtime."""
+    """Return the runtime that is assumed for a run."""
     known, plain = runtime_of(run), {name: getattr(SHARDWRIGHT, name) for name in run.habits_left_out}
     held = replace(known.held, recomputed=run.modules)
     return replace(known, **{"operator_s": run.launch_us / 1e6, "held": held, **dict(run.habits), **plain})
@@ -154,7 +154,7 @@ def _of_one_cluster(
 
 
 def _held_bytes(plan: Plan, found: Estimate, run: Run, profiles: Profiles, limit: int) -> list[int]:
-    """What a rank of each stage holds, with its process where that was read, too."""
+    """Return the bytes that a rank of each stage holds, including the process if the measured memory includes it."""
     process = profiles.process_bytes + _COMMUNICATORS * profiles.communicator_bytes
     needed = [
         stage.memory_bytes - stage.memory_terms_bytes["process"] - stage.memory_terms_bytes.get("communicators", 0)
@@ -201,7 +201,7 @@ def _plan(run: Run, model: Model, cluster: Cluster) -> Plan:
 
 
 def _with_experts(layer: LayerStrategy, run: Run, model: Model) -> LayerStrategy:
-    """The strategy of a layer with its experts shared out as the run does, where it has some."""
+    """Return the strategy of a layer; if it has experts, they are sharded as in the run."""
     grid = run.ep_size, run.etp_size
     if model.types[layer.type].experts is UNSET or grid == (1, run.tp_size):
         return layer
@@ -218,7 +218,7 @@ def _cluster(machine: Machine, rates: Rates, devices: int, memory_bytes: int) ->
 
 
 def _between(machine: Machine) -> NodeRates | None:
-    """What its nodes send; what was measured is reached already."""
+    """Return the rates between nodes; rates from measurements are already reached ones and are not reduced further."""
     step_s = NETWORK_STEP_S if machine.step_us is None else machine.step_us / 1e6
     rates = NodeRates(machine.node_gbit_s, machine.gbit_s_by_collective, step_s).scaled(1e9 / 8)
     return rates.scaled(1 / Efficiencies().link) if machine.measured else rates
@@ -228,7 +228,7 @@ def _bytes_per_s(gbyte_s: float | None) -> float | None:
     return None if gbyte_s is None else gbyte_s * 1e9
 
 
-# The runtimes of published runs: those of the systems that plans are made for, and two that no plan is made for.
+# The runtimes of published runs: of the systems to which plans are exported, and of others.
 
 
 RUNTIMES = {
@@ -241,5 +241,5 @@ RUNTIMES = {
 
 
 def runtime_of(run: Run) -> Runtime:
-    """The runtime of a run, without what the run leaves uncounted."""
+    """Return the runtime of a run; the fields in `uncounted` have this project's values."""
     return replace(RUNTIMES[run.runtime], **{name: getattr(SHARDWRIGHT, name) for name in run.uncounted})

@@ -11,38 +11,38 @@ from accuracy_parts.public.runs import Run
 from shardwright.estimate.notes import memory_range
 
 _FEWEST = 5
-"""Runs of a group that a rank correlation and a choice are told of."""
+"""Minimum number of runs in a group for which rank correlation and choice are reported."""
 _WHERE = ("predicted over", "predicted near the limit", "predicted to fit")
-"""Over: even the lower end of the range; to fit: the upper end, too."""
+"""Over: even the lower end of the predicted range exceeds the limit; to fit: even its upper end does not."""
 _CONTRADICTED = 1.5
-"""GPU time over that of a twin from which a run is contradicted."""
+"""Ratio of a run's GPU time to its twin's GPU time above which the twin contradicts the run."""
 _REPEATED = 1.25
-"""Spread of the playbook's repeats of one plan."""
+"""Spread of repeated runs of one plan in the playbook, as a ratio."""
 _FAR = 0.4
-"""Error of a time over which it wants a cause."""
+"""Relative error of a time above which a cause is looked for."""
 _CALIBRATED_ON = 8
-"""Devices of the runs that factors are learned from; these runs are then left out."""
+"""Number of devices of the runs from which factors are learned; these runs are then left out."""
 
 
 class Group(NamedTuple):
-    """Runs that could take one another's place."""
+    """Comparison of runs that do the same work on the same devices."""
 
     name: str
     runs: int
     rank_correlation: float
     chosen_over_best: float
-    """Measured time of the plan that is predicted to be the fastest that fits, over the best measured one's."""
+    """Measured time of the plan that is predicted to be the fastest that fits, over the best measured time."""
     contradicted: int
-    """Runs that their twins contradict."""
+    """Number of runs that their twins contradict."""
     chosen_of_others: float
-    """The choice over the best, both among the other runs."""
+    """As `chosen_over_best`, among the runs that are not contradicted."""
 
 
 def compared(runs: Sequence[Run], calibrate: bool) -> tuple[list[Priced], list[Unpriced], Factors]:
-    """The runs priced; with `calibrate` those on more devices than the ones that both factors are learned from.
+    """Return the priced and the unpriced runs, and the factors; with `calibrate` only runs on over 8 devices.
 
-    The factors are medians of measured over predicted, of step times for forward and backward passes alike; that of
-    memory at most what lets each of these runs fit.
+    The factors are 1 or, with `calibrate`, learned from the runs on 8 devices: the medians of measured over predicted
+    step time, used for both passes, and memory. The factor of memory is so small that each of these runs fits.
     """
     factors = Factors()
     if calibrate:
@@ -59,7 +59,7 @@ def compared(runs: Sequence[Run], calibrate: bool) -> tuple[list[Priced], list[U
 
 
 def tables(found: Sequence[Priced]) -> dict[str, Any]:
-    """Everything that is told of one set of priced runs."""
+    """Return all figures that are reported for one set of priced runs."""
     ran = [one for one in found if one.run.measured_s]
     read = [one for one in ran if one.run.measured_bytes]
     groups = list(_groups(ran))
@@ -72,10 +72,10 @@ def tables(found: Sequence[Priced]) -> dict[str, Any]:
 
 
 def contradicted(runs: Iterable[Run]) -> list[Run]:
-    """The measured runs that took over 1.5 times the GPU time of a twin on as many or more GPUs.
+    """Return the measured runs that took over 1.5 times the GPU time of a twin on as many or more GPUs.
 
-    Twins differ in data parallelism alone, its ranks or its kind. With more ranks it costs GPU time, and the bubble of
-    the pipeline grows, so that fewer take no more.
+    Twins differ only in data parallelism: its kind or its number of ranks. More ranks cost more GPU time and make the
+    pipeline's bubble larger, so a run on fewer GPUs should not take more GPU time.
     """
     twins: dict[str, list[Run]] = {}
     for run in runs:
@@ -97,7 +97,7 @@ def contradicted(runs: Iterable[Run]) -> list[Run]:
 
 
 def far_off(found: Iterable[Priced]) -> dict[str, list[str]]:
-    """The runs whose times are over 40 % off, by what is known of them."""
+    """Return the runs whose predicted times are over 40 % off, by presumed cause."""
     ran = [one for one in found if one.run.measured_s]
     of_twins = contradicted(one.run for one in ran)
     named: dict[str, list[str]] = {}
@@ -117,9 +117,10 @@ def far_off(found: Iterable[Priced]) -> dict[str, list[str]]:
 
 
 def _outdone_by(run: Run, other: Run) -> bool:
-    """Whether a step took longer than another one, in spite of more ranks or larger micro-batches, beyond repeats.
+    """Return whether a run's step took longer than `other`'s, in spite of more ranks or larger micro-batches.
 
-    The plans are the same otherwise. With fewer micro-batches a pipeline waits a larger share of the step.
+    The plans are otherwise equal. The difference must exceed the spread of repeats and the larger pipeline bubble that
+    fewer micro-batches cause.
     """
     same = all(getattr(run, name) == getattr(other, name) for name in _SAME)
     devices, samples = other.devices / run.devices, other.micro_batch_size / run.micro_batch_size
@@ -180,7 +181,7 @@ def _choice(own: Sequence[Priced]) -> float:
 
 
 def _fits(found: Sequence[Priced]) -> dict[str, int]:
-    """Runs by whether they ran and by what is predicted of their memory."""
+    """Return the numbers of runs by whether they ran and by whether they are predicted to fit."""
     counts = {f"{how}, {where}": 0 for how in ("ran", "failed") for where in _WHERE}
     for one in found:
         low, high = memory_range(one.memory_bytes)
@@ -189,7 +190,7 @@ def _fits(found: Sequence[Priced]) -> dict[str, int]:
     return counts
 
 
-# What each term of the estimates does to their errors: all undone, then one after another taken in.
+# The effect of each term of the estimates on their errors: first without all terms, then adding one after another.
 
 
 class Term(NamedTuple):
@@ -197,7 +198,7 @@ class Term(NamedTuple):
 
     name: str
     without: Callable[[Run], Run]
-    """The run as it was stated before the estimates had the term."""
+    """Function that returns a run as it was described before the estimates had the term."""
 
 
 TERMS = (
@@ -226,7 +227,7 @@ def _with_machine(run: Run, **stated: Any) -> Run:  # noqa: ANN401 (the types ar
 
 
 def told_by_term(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Print and return the errors of each set of runs without any term, and as one after another is taken in."""
+    """Print and return the errors of each set of runs without any term, and after adding each further term."""
     kept = []
     print(f"{'':60} {'time':>7} {'bias':>7} {'pp 1':>7} {'memory':>7} {'ranks':>6}")
     for name in dict.fromkeys(run.set for run in runs):
@@ -244,7 +245,7 @@ _SHARES = ("time", "bias", "time_pp1", "memory")
 
 
 def _taken_in(runs: Sequence[Run]) -> Iterator[tuple[str, Sequence[Run]]]:
-    """Yield the runs without any term, and with each further one."""
+    """Yield the runs without any term, and after adding each further term, each with a label."""
     labels = ["before", *(f"+ {term.name}" for term in TERMS)]
     for taken, label in enumerate(labels):
         stated = list(runs)

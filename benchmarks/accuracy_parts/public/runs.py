@@ -1,4 +1,4 @@
-"""Published runs as this project's plans: what was run, and what it took."""
+"""Published runs in terms of this project's plans: what was run, and its time and memory."""
 
 import csv
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -15,24 +15,24 @@ GIB = 2**30
 
 
 class Machine(NamedTuple):
-    """The cluster of a set of runs, as its source states it."""
+    """The cluster of a set of runs, according to its source."""
 
     device: str
     """Key of the table of devices."""
     node_gbit_s: tuple[tuple[int, float], ...] = ()
-    """What a node sends in Gbit/s, by the number of nodes that a group spans; reached already where `measured`."""
+    """Bandwidth of a node in Gbit/s, by the maximum number of nodes that a group spans; nominal unless `measured`."""
     gbit_s_by_collective: tuple[tuple[Collective, tuple[tuple[int, float], ...]], ...] = ()
-    """The same of collectives that have rates of their own."""
+    """The same for collectives that have rates of their own."""
     measured: bool = False
     step_us: float | None = None
-    """Latency of a step from a node to the next, in place of the estimates'."""
+    """Latency in µs of a step from a node to the next, in place of the estimates' value."""
     memory_gbyte_s: float | None = None
-    """In place of the table's, where the source has another variant of the device."""
+    """Memory bandwidth in place of the table's value, if the source has another variant of the device."""
     memory_bytes: int | None = None
-    """In place of the table's."""
+    """Memory of a device in place of the table's value."""
     devices_per_node: int = 8
     counts_process: bool = False
-    """Whether memory was read from the driver, process and all, and not from the allocator."""
+    """Whether memory was read from the driver, including the process, and not from the allocator."""
 
 
 class Run(NamedTuple):
@@ -40,7 +40,7 @@ class Run(NamedTuple):
 
     set: str
     group: str
-    """Runs that can take one another's place: the same work on the same devices."""
+    """Name of the group of runs that do the same work on the same devices."""
     name: str
     config: tuple[tuple[str, Any], ...]
     """The model's Hugging Face configuration."""
@@ -58,51 +58,51 @@ class Run(NamedTuple):
     gradient_reduction: GradientReduction = GradientReduction.DEFERRED
     sequence_parallel: SequenceParallel = SequenceParallel.NONE
     cuts: tuple[int, ...] | None = None
-    """Where the layers are cut, in the order of the layers, if not evenly."""
+    """Bounds of the layer ranges, in the order of the layers, if they are not even."""
     measured_s: float | None = None
     measured_bytes: float | None = None
-    """Of the fullest device, or of the first where `read_on_first`."""
+    """Memory of the fullest device, or of the first device if `read_on_first`."""
     read_on_first: bool = False
-    """Whether memory was read on rank 0 alone, which is in the first pipeline stage."""
+    """Whether memory was read only on rank 0, which is in the first pipeline stage."""
     uncounted: tuple[str, ...] = ()
-    """Fields of its runtime that are left at their defaults."""
+    """Fields of its runtime for which this project's values are taken."""
     failed: bool = False
-    """It did not run: out of memory, or for another reason that is not known."""
+    """Whether it did not run: it was out of memory, or the reason is not known."""
     cp_size: int = 1
-    """Context-parallel ranks, in a ring."""
+    """Number of context-parallel ranks, in a ring."""
     ep_size: int = 1
-    """Groups of ranks that share experts out."""
+    """Number of groups of ranks over which experts are distributed."""
     etp_size: int = 1
-    """Ranks of a group that share the features of each of its experts."""
+    """Number of ranks over which the features of each expert of a group are split."""
     chunks: int = 1
-    """Layer ranges of a pipeline stage, in interleaved turns where there are several."""
+    """Number of layer ranges of a pipeline stage; several are interleaved."""
     compute: ComputeType = "bfloat16"
     reduce: DType = "float32"
     compiled: bool = False
     """Whether torch.compile compiled the blocks."""
     launch_us: float = 42.0
-    """Time of the host for each kernel."""
+    """Time of the host to launch one kernel, in µs."""
     habits: tuple[tuple[str, Any], ...] = ()
-    """Habits of its runtime, by their fields, that this run had otherwise than by default."""
+    """Fields of its runtime, with their values, in which this run differed from the runtime's default."""
     habits_left_out: tuple[str, ...] = ()
-    """Habits of its runtime, by their fields, that are taken to be as this project's."""
+    """Fields of its runtime that are assumed to have the values of this project's runtime."""
 
     modules: tuple[Module, ...] = ()
     """Modules that are recomputed by themselves."""
 
     @property
     def dp_size(self) -> int:
-        """Data-parallel ranks."""
+        """Return the number of data-parallel ranks."""
         return self.devices // (self.tp_size * self.cp_size * self.pp_size)
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of a step."""
+        """Return the number of samples of a step."""
         return self.micro_batch_size * self.dp_size * self.num_microbatches
 
 
 def rows_of(folder: Path, columns: Sequence[str], name: str = "runs.csv") -> Iterator[dict[str, str]]:
-    """The rows of a set's file; BadInput where it or a column is absent."""
+    """Yield the rows of a set's file; raise BadInput if the file or a column does not exist."""
     path = folder / name
     if not path.is_file():
         raise BadInput(path, "is absent", "give the folder of the published runs with --reference")
@@ -114,7 +114,7 @@ def rows_of(folder: Path, columns: Sequence[str], name: str = "runs.csv") -> Ite
 
 
 def known(folder: Path, row: Mapping[str, str], column: str, words: Collection[str]) -> str:
-    """A row's word, which is one of some; BadInput where it is another."""
+    """Return a row's value in a column; raise BadInput if it is not one of `words`."""
     if (word := row[column]) not in words:
         raise BadInput(folder / "runs.csv", f"{column} {word!r} is not known", f"use {', '.join(words)}")
     return word

@@ -1,4 +1,4 @@
-"""Published runs of FSDP, Megatron-DeepSpeed and nanotron, row by row; `nvidia.py` has those of Megatron-Core."""
+"""Published runs of FSDP, Megatron-DeepSpeed and nanotron, row by row; `nvidia.py` has the runs of Megatron-Core."""
 
 from itertools import accumulate
 from pathlib import Path
@@ -16,20 +16,20 @@ from shardwright.types.hardware_profile import Collective
 
 
 _LLAMAS = {f"llama3.1-{size}": f"llama-3-{size}" for size in ("8b", "70b", "405b")}
-"""Presets of the shapes, by torchtitan's names of models."""
+"""Presets with the shapes of torchtitan's models, by their names."""
 _H100 = Machine("H100-SXM", ((10_000, 3200.0),), memory_gbyte_s=2400.0, memory_bytes=96 * GIB)
-"""Of HBM2e with a limit of 500 W, 400 Gbit/s each (Liang et al. 2024, TorchTitan, section 4)."""
+"""H100 with HBM2e, a limit of 500 W and 400 Gbit/s each (Liang et al. 2024, TorchTitan, section 4)."""
 _MOSAIC = {
     "a100_40gb": Machine("A100-40", ((10_000, 1600.0),)),
     "a100_80gb": Machine("A100-80", ((10_000, 1600.0),)),
     "h100_80gb": Machine("H100-SXM", ((10_000, 3200.0),)),
 }
-"""The source states the network of A100 alone; 400 Gbit/s for each H100 are assumed, as on NVIDIA's own nodes."""
+"""The source states only the network of A100; 400 Gbit/s for each H100 are assumed, as on NVIDIA's own nodes."""
 _RECOMPUTE = {"selective": Recompute.SELECTIVE, "full": Recompute.FULL, "none": Recompute.NONE}
 
 
 def torchtitan(folder: Path) -> list[Run]:
-    """The runs in bf16 on H100 without pipeline, context parallelism and async TP, which no uniform plan says."""
+    """Return the runs in bf16 on H100 that a uniform plan can express: no pipeline, context parallelism or async TP."""
     columns = ("model", "gpu", "gpus", "tp", "pp", "cp", "local_batch", "activation_checkpointing")
     columns += ("precision", "torch_compile", "async_tp", "seq_len", "step_time_s", "peak_memory_gib")
     presets, found = read_presets(), []
@@ -65,7 +65,7 @@ def torchtitan(folder: Path) -> list[Run]:
 
 
 def llm_foundry(folder: Path) -> list[Run]:
-    """The runs in bf16 on up to 128 devices."""
+    """Return the runs in bf16 on up to 128 devices, without offloaded activations."""
     columns = ("model", "hidden", "heads", "ffn", "seq_len", "gpus", "gpu", "precision", "sharding")
     columns += ("micro_batch", "grad_acc", "activation_checkpointing", "activation_cpu_offload", "step_time_s")
     found = []
@@ -103,7 +103,7 @@ def llm_foundry(folder: Path) -> list[Run]:
                 num_microbatches=int(row["grad_acc"]),
                 recompute=Recompute.FULL if row["activation_checkpointing"] == "True" else Recompute.NONE,
                 runtime="llm_foundry",
-                # Composer's ddp_sync_context (composer/distributed/dist_strategy.py) defers DistributedDataParallel's.
+                # ddp_sync_context (composer/distributed/dist_strategy.py) defers only DistributedDataParallel's.
                 gradient_reduction=GradientReduction.EVERY_MICROBATCH,
                 measured_s=float(row["step_time_s"]),
             )
@@ -129,11 +129,11 @@ _BLOOM_COLUMNS = (
 )
 _UNUSED = ("layers_not_given", "tflops_before_recount", "dp*tp*pp!=gpus", "sec_and_tflops_columns")
 _JEAN_ZAY = Machine("A100-80", ((10_000, 400.0),), counts_process=True)
-"""Jean Zay's nodes of 8: four Omni-Path links of 100 Gbit/s (the source's chronicles)."""
+"""Jean Zay's nodes of 8 GPUs: four Omni-Path links of 100 Gbit/s (according to the source's chronicles)."""
 
 
 def bloom(folder: Path) -> list[Run]:
-    """The runs whose layers are known and whose numbers are not marked as doubtful."""
+    """Return the runs whose layers are known and whose numbers are not marked as doubtful."""
     return [run for row in rows_of(folder, _BLOOM_COLUMNS) if (run := _bloom_run(row)) is not None]
 
 
@@ -169,7 +169,7 @@ def _bloom_run(row: dict[str, str]) -> Run | None:
         num_microbatches=batch // (micro_batch_size * dp_size),
         recompute=Recompute.FULL,
         runtime="megatron_deepspeed",
-        # Gradients in fp16 alone (runtime/zero/stage_1_and_2.py); or bf16 and float32 ones (runtime/bf16_optimizer.py).
+        # Gradients only in fp16 (runtime/zero/stage_1_and_2.py), or in bf16 and float32 (runtime/bf16_optimizer.py).
         reduce="bfloat16" if row["optimizer"].startswith("fp16") else "float32",
         measured_s=float(row["step_time_s"]),
         measured_bytes=float(memory) * GIB if memory else None,
@@ -179,8 +179,8 @@ def _bloom_run(row: dict[str, str]) -> Run | None:
 # nanotron's Ultra-Scale Playbook: uniform plans of two Llama shapes on H100.
 #
 # Its runs were started by nanotron's scripts/scaling_benchmarks.py, whose default tensor parallelism is REDUCE_SCATTER
-# (Megatron's sequence parallelism), and its layers were cut as models/base.py does, by the products of each block.
-# helpers.py (`log_throughput`) writes the memory of world rank 0.
+# (Megatron's sequence parallelism). Its layers are cut into stages as in models/base.py, by the matrix products of each
+# block. helpers.py (`log_throughput`) writes the memory of world rank 0.
 
 
 _PLAYBOOK_COLUMNS = (
@@ -201,15 +201,15 @@ _COLLECTIVES = {
     "AllGather": Collective.ALL_GATHER,
     "ReduceScatter": Collective.REDUCE_SCATTER,
 }
-"""Collectives by the source's names; others are priced at the rate of the first."""
+"""Collectives by the source's names; other collectives are priced at the rate of the first."""
 _MAX_DEVICES = 128
-"""Above, the source's own repeats and bandwidths differ several times over."""
+"""Maximum number of devices: above it the source's own repeats and bandwidths differ by several times."""
 _EVERYWHERE = 10_000
-"""Nodes of groups that one rate is meant for."""
+"""Number of nodes up to which a rate applies: more than any group spans."""
 
 
 def playbook(folder: Path) -> list[Run]:
-    """Every run of the sets' global batch on up to 128 devices."""
+    """Return every run with the usual global batch on up to 128 devices whose numbers are not marked as doubtful."""
     machine = _machine(folder)
     return [
         _run(row, machine)
@@ -257,7 +257,7 @@ def _run(row: dict[str, str], machine: Machine) -> Run:
 
 
 def _cuts(number: dict[str, int], pp_size: int) -> tuple[int, ...]:
-    """A block goes to the next stage once what came before it exceeds the stage's even share of all products."""
+    """Return the bounds of the stages: a stage ends as soon as the matrix products so far exceed its even share."""
     hidden, layers = number["hidden"], number["layers"]
     layer, head = 4 * hidden * hidden + 3 * number["ffn"] * hidden, number["vocab"] * hidden
     total, found = layers * layer + head, [0]
@@ -268,11 +268,12 @@ def _cuts(number: dict[str, int], pp_size: int) -> tuple[int, ...]:
 
 
 def _machine(folder: Path) -> Machine:
-    """The cluster, by its own times of collectives: one latency of a step between nodes, and a rate of each.
+    """Return the cluster with one latency of a step between nodes and a rate of each collective, from measured times.
 
-    They are the least squares of the relative errors over as many nodes as the runs have. A rate by the number of
-    nodes, which these times give as well, holds the steps of a ring of all GPUs; tensor or data parallelism has
-    shorter rings. `step_us` and the rates of nodes are those of `message_times_s`, and the steps inside a node too.
+    They minimize the squared relative errors of the source's times of collectives, over as many nodes as the runs have.
+    Rates by the number of nodes could also be taken from these times, but would include the steps of a ring of all
+    GPUs, and the rings of tensor or data parallelism are shorter. `step_us`, the rates and the steps inside a node have
+    the meaning that they have in `message_times_s`.
     """
     columns = ("collective", "nodes", "gpus", "message_mb", "bandwidth_gb_s")
     rows = [row for row in rows_of(folder, columns, "collectives.csv") if 1 < int(row["nodes"]) <= _MAX_DEVICES // 8]

@@ -1,4 +1,4 @@
-"""The table of published runs, as printed and kept."""
+"""The table of published runs, as it is printed and written."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ _SETS: dict[str, Callable[[Path], list[Run]]] = {
 
 
 _LEFT_OUT = {name: partial(nvidia.left_out, source=name) for name in ("nvidia", "megatron_bridge", "mlperf")}
-"""Rows of a set that no plan says, by cause."""
+"""Functions that count the rows of a set that no plan can express, by cause."""
 
 
 def _is_dense(run: Run) -> bool:
@@ -48,7 +48,7 @@ _KINDS: dict[str, Callable[[Run], bool]] = {
 
 
 def told(reference: Path, every_row: bool) -> list[dict[str, Any]]:
-    """Print and return, for each set, what is predicted with nothing calibrated and with the runs on 8 GPUs known."""
+    """Print and return the errors for each set, without calibration and calibrated by the runs on 8 GPUs."""
     kept: list[dict[str, Any]] = []
     together: list[Priced] = []
     _head()
@@ -84,7 +84,7 @@ def told(reference: Path, every_row: bool) -> list[dict[str, Any]]:
 
 
 def told_terms(reference: Path) -> list[dict[str, Any]]:
-    """Print and return what each term of the estimates does to their errors on every set."""
+    """Print and return the effect of each term of the estimates on their errors, for every set."""
     return told_by_term([run for folder, read in _SETS.items() for run in read(reference / folder)])
 
 
@@ -148,7 +148,7 @@ def _reasons(unpriced: Sequence[Unpriced]) -> dict[str, int]:
 
 
 NEAR = 1.05
-"""Measured time of the chosen plan over the best one's up to which a choice counts as right."""
+"""Maximum ratio of the chosen plan's measured time to the best one for which a choice counts as right."""
 _NOTES = Path(__file__).with_name("notes.md")
 _HEAD = """# Published runs, set by set
 
@@ -161,7 +161,7 @@ Written by `python benchmarks/accuracy.py public --reference FOLDER` from [its J
 
 
 def page_text(sets: Sequence[Mapping[str, Any]]) -> str:
-    """The page of uncalibrated sets with several runs, and the notes on how runs are read and on misses."""
+    """Return the page: uncalibrated sets with several runs, and notes on how runs are read and on large errors."""
     shown = (one for one in sets if one.get("how") == "uncalibrated" and one["time"] and one["time"]["runs"] > 1)
     return "".join((_HEAD, *map(_page_row, shown), "\n", _NOTES.read_text(encoding="utf-8")))
 

@@ -1,11 +1,13 @@
 """`snakemake --executor shardwright`: Snakemake's plugin for Slurm, also for jobs on nodes of several types.
 
-It is that plugin, by its public interface, and so are its options, under another prefix (`--shardwright-qos`).
+It inherits from that plugin through its public interface. It has the same options under another prefix, such as
+`--shardwright-qos`. The differences:
 
-- squeue calls the first component of a heterogeneous job 7 `7+0`, and the job ends with it: that is asked for, too.
-- The time between two looks at the jobs stays below a bound, where the plugin's grows to three minutes.
-- sacct says of a cancelled job who cancelled it (`CANCELLED by 1000`), a state that the plugin waits on for ever: it
-  has failed.
+- squeue calls the first component of a heterogeneous job 7 `7+0`, and the job ends with that component: its state is
+  asked for under that name, too.
+- The time between two checks of the jobs stays below a bound; in Snakemake's plugin it grows to three minutes.
+- For a cancelled job sacct reports who cancelled it (`CANCELLED by 1000`), a state for whose end Snakemake's plugin
+  waits forever: here such a job has failed.
 """
 
 import asyncio
@@ -21,12 +23,12 @@ from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 __all__ = ["Executor", "ExecutorSettings", "common_settings"]
 
 _SACCT_LIMIT_S = 60.0
-"""Seconds that sacct may take, as in Snakemake's plugin."""
+"""Seconds after which sacct is given up, as in Snakemake's plugin."""
 
 
 @dataclass
 class ExecutorSettings(SlurmSettings):  # type: ignore[misc]
-    """The settings of the plugin for Slurm, and the bound."""
+    """The settings of Snakemake's plugin for Slurm, and the bound on the time between two checks."""
 
     max_seconds_between_status_checks: int = field(
         default=30,
@@ -35,7 +37,7 @@ class ExecutorSettings(SlurmSettings):  # type: ignore[misc]
 
 
 class Executor(SlurmExecutor):  # type: ignore[misc]
-    """Submits jobs to Slurm and waits for them."""
+    """An executor that submits jobs to Slurm and waits for them."""
 
     @property
     def next_seconds_between_status_checks(self) -> float:
@@ -60,7 +62,7 @@ class Executor(SlurmExecutor):  # type: ignore[misc]
                 self.report_job_error(job, msg=problem, aux_logs=[] if log is None else [str(log)])
 
     async def _not_ended(self, active_jobs: list[SubmittedJobInfo]) -> AsyncIterator[SubmittedJobInfo]:
-        """Report the jobs whose end the plugin sees, and yield the others."""
+        """Report the jobs whose end Snakemake's plugin recognizes, and yield the others."""
         unknown = dict[str, SubmittedJobInfo]()
         async for job in super().check_active_jobs(active_jobs):
             if is_heterogeneous(job):
@@ -76,7 +78,7 @@ class Executor(SlurmExecutor):  # type: ignore[misc]
 async def _cancelled_of(jobs: Sequence[SubmittedJobInfo]) -> dict[str, str]:
     """Return the states of the jobs that someone has cancelled, by job number, as sacct reports them.
 
-    It is empty if sacct does not answer in time: the next look asks again.
+    The result is empty if sacct does not answer in time: the next check asks again.
     """
     numbers = ",".join(str(job.external_jobid) for job in jobs)
     options = "--allocations", "--noheader", "--parsable2", "--format=JobID,State"

@@ -21,7 +21,7 @@ _TERA, _GIGA, _MICRO = 1e12, 1e9, 1e6
 
 
 def write_analytic(options: AnalyticOptions) -> None:
-    """Write the requested profiles once all of them are made; raise BadInput if one cannot be made."""
+    """Write the requested profiles after all of them have been made; raise BadInput if one cannot be made."""
     if options.out is None and options.hardware_out is None:
         raise BadInput("--out", "no profile is requested", "give --out, --hardware-out or both")
     table = read_devices(options.devices)
@@ -83,7 +83,7 @@ def _efficiencies(options: AnalyticOptions) -> Efficiencies:
 
 
 def _device(options: AnalyticOptions, cluster: Cluster | None) -> str:
-    """Return the device of the option, else of the cluster's node types, which must have the same one."""
+    """Return the device of --device, else of --node-type, else the one that all nodes of the cluster have in common."""
     if options.device is not None:
         return options.device
     if cluster is None:

@@ -12,7 +12,7 @@ from shardwright_profile.options import DevicesOptions, FitOptions, ModelOptions
 
 _SHARDWRIGHT = "shardwright"
 
-# Each imports what only it needs when it runs: several may run in one process.
+# Each command imports what only it needs when it runs: several may run in one process.
 
 
 def write_probes(options: ProbesOptions) -> None:
@@ -35,8 +35,8 @@ def write_probes(options: ProbesOptions) -> None:
 def profile_model(options: ModelOptions) -> None:
     """Profile a model on this node; intermediate files stay in `OUT.work` until the profile is written.
 
-    Started again after an end, it continues with the plans that are not yet measured. Raises BadInput if an input is
-    wrong (also one that the train stage refuses) and RunFailed if a command fails.
+    Started again after it was stopped, it continues with the plans that are not yet measured. Raises BadInput if an
+    input is wrong, SystemExit if the train stage refuses an input, and RunFailed if a command fails.
     """
     from shardwright.estimate.settings import ProfileSettings
     from shardwright_profile.model.fit import fit_profile
@@ -79,7 +79,7 @@ def _described(options: ModelOptions, work: Path, length: int) -> Model:
 
 
 def _train(*arguments: object) -> None:
-    """Run a command of the train stage, which reports on standard error; its error is this command's."""
+    """Run a command of the train stage, which reports on standard error; if it refuses an input, exit as it did."""
     installed = shutil.which(_SHARDWRIGHT) or shutil.which(_SHARDWRIGHT, path=str(Path(sys.executable).parent))
     if installed is None:
         raise BadInput("model", f"{_SHARDWRIGHT} is not installed here", "install it")
@@ -87,7 +87,7 @@ def _train(*arguments: object) -> None:
     _say(" ".join([_SHARDWRIGHT, *words]))
     code = subprocess.run([installed, *words], check=False).returncode
     if code == BadInput.exit_code:
-        raise SystemExit(code)  # it has said why, in one line
+        raise SystemExit(code)  # the command has said why, in one line
     if code != 0:
         raise RunFailed(f"{_SHARDWRIGHT} train {arguments[0]} ended with exit code {code}")
 
@@ -97,7 +97,7 @@ def _say(sentence: str) -> None:
 
 
 def _say_context(profile: ModelProfile) -> None:
-    """Print the ratio of measured to derived times of context parallelism."""
+    """Print the ratios of measured to derived times under context parallelism, one line per row of the profile."""
     from shardwright_profile.model.fit import context_notes
 
     for sentence in context_notes(profile.context.rows):

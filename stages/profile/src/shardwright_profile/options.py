@@ -37,16 +37,16 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...]:
 class HardwareOptions(NodeOptions, frozen=True, kw_only=True):
     """Time messages and devices, and how they slow each other down: gloo among devices named `cpu`, else NCCL.
 
-    Starts one process per device of this node. All groups of one size work at the same time, as in training. Messages
-    grow fourfold, at least to 1 MiB, and as far as the time budget allows; each is repeated until its median is known
-    to within 3 %, its share of the time is spent, or --max-repeats is reached. A sweep that was killed resumes when the
-    same command is run again: what it has measured lies in OUT.journal until OUT is written.
+    Starts one process per device of this node. All groups of one size work at the same time, as in training. Each
+    message is four times as large as the one before, at least up to 1 MiB, and as far as the time budget allows. It is
+    repeated until its median is known to within 3 %, its share of the time is spent, or --max-repeats is reached. A
+    killed sweep continues when the same command is run again: its measurements are in OUT.journal until OUT is written.
     """
 
     cluster: Path
     """The cluster, JSON (shardwright.cluster)."""
     time_budget: PositiveSeconds
-    """Time for the sweep, start-up apart, in seconds."""
+    """Time for the sweep in seconds, not counting the start-up."""
     out: Path
     """The hardware profile to write, HDF5; node 0 writes it."""
     min_bytes: _MessageBytes = 1024
@@ -54,13 +54,13 @@ class HardwareOptions(NodeOptions, frozen=True, kw_only=True):
     max_bytes: _MessageBytes = 256 * 1024**2
     """Largest message, if time allows, in bytes."""
     max_repeats: Count = 100
-    """Most repeats of each message, a number."""
+    """Maximum number of repeats of each message."""
 
 
 class ProbesOptions(Options, frozen=True, kw_only=True):
-    """Write the plans of few layers from which `fit` learns what one layer costs.
+    """Write probes: plans with few layers, from which `fit` learns what one layer costs.
 
-    For `cp_sizes` in the settings, further plans check what is derived of layers whose ranks split positions.
+    For `cp_sizes` in the settings, further plans check the times that are derived for context parallelism.
     """
 
     model: tuple[Path, ...]
@@ -78,15 +78,15 @@ class ProbesOptions(Options, frozen=True, kw_only=True):
 class ModelOptions(Options, frozen=True, kw_only=True):
     """Profile all of a model: describe it, write its probes, measure them on this node, and fit.
 
-    Needs the stage train. What was measured is kept in OUT.work until the profile is there: started again, the
-    command goes on. For `cp_sizes` in the settings, it says how long a rank's share of positions took over what is
-    derived.
+    Needs the stage train. Measurements are kept in OUT.work until the profile is written: started again, the command
+    continues. For `cp_sizes` in the settings, it prints the ratio of the measured to the derived time of a rank's share
+    of positions.
     """
 
     folder: Annotated[Path, POSITIONAL]
     """Folder that holds a Hugging Face config.json."""
     name: Name
-    """Name of the model; the profile carries it."""
+    """Name of the model, which is written into the profile."""
     sequence_length: Tokens
     """Tokens (or patches) of one sample."""
     cluster: Path
@@ -102,11 +102,11 @@ class ModelOptions(Options, frozen=True, kw_only=True):
     lora: Path | None = None
     """An adapter_config.json of peft, or its folder: only its low-rank matrices are trained."""
     steps: Count = 5
-    """Timed steps of each probe, at least."""
+    """Minimum number of timed steps of each probe."""
     warmup_steps: Count = 2
     """Steps before the timed ones."""
     min_time_s: Seconds = 1.0
-    """Time of each probe, at least, in seconds."""
+    """Minimum time of each probe, in seconds."""
 
 
 class FitOptions(Options, frozen=True, kw_only=True):
@@ -124,7 +124,7 @@ class ShowOptions(Options, frozen=True, kw_only=True):
     file: Annotated[Path, POSITIONAL]
     """A hardware profile or a model profile, HDF5."""
     picture: Path | None = None
-    """Draw points, fits and residuals too, into this file: .svg; .png and .pdf need CairoSVG."""
+    """Also draw points, fits and residuals into this file: .svg; .png and .pdf need CairoSVG."""
     tables: bool = True
     """Print the tables."""
 
@@ -142,7 +142,7 @@ class ImportModelOptions(ImportOptions, frozen=True, kw_only=True):
     """Options that all imports of model profiles have in common."""
 
     backward_ratio: NonNegativeNumber
-    """Backward time over forward time, without recomputation; none of these files has it."""
+    """Ratio of backward to forward time, without recomputation; the imported files do not contain it."""
     micro_batch_sizes: str | None = None
     """Micro-batch sizes, in samples, to write rows for even if they were not measured, as 1,2,4."""
     precision: str = "float32/bfloat16/float32"
@@ -170,7 +170,7 @@ class ImportModelOptions(ImportOptions, frozen=True, kw_only=True):
 class GalvatronOptions(ImportModelOptions, frozen=True, kw_only=True):
     """Import a model's times and memory as hetu-galvatron 2.4.0 measures them.
 
-    Galvatron times forward passes on one GPU. What else a row says is derived or assumed, and marked so.
+    Galvatron times forward passes on one GPU. All other values of a row are derived or assumed, and marked so.
     """
 
     computation: Path
@@ -182,19 +182,19 @@ class GalvatronOptions(ImportModelOptions, frozen=True, kw_only=True):
     type: tuple[str, ...] = ()
     """NAME,LAYERS,POSITIONS,FEATURES,HEADS instead of --model, once for each type of layer, in order."""
     name: Name = "galvatron"
-    """Name of the model; with --type."""
+    """Name of the model, if it is given by --type."""
     model_out: Path | None = None
-    """Model description to write, JSON (shardwright.model); with --type."""
+    """Model description to write, JSON (shardwright.model); needed with --type."""
     tp_sizes: str = "1"
-    """Tensor-parallel sizes, in ranks, as 1,2,4; beyond 1 times are assumed."""
+    """Tensor-parallel sizes, in ranks, as 1,2,4; above 1 times are assumed."""
     hardware: Path | None = None
-    """Hardware profile, HDF5, that prices the traffic of tensor parallelism."""
+    """Hardware profile, HDF5, for the times of tensor parallelism's collectives."""
     sequence_parallel: Literal["none", "megatron"] | None = None
-    """Kind of tables to take from a memory file that has both; by default megatron's."""
+    """Kind of sequence parallelism whose memory tables are taken; by default megatron, if the file has them."""
     attention: str = "auto"
     """Attention kernel that was measured."""
     repair: bool = False
-    """Leave out or level impossible times, and report it; otherwise they are refused."""
+    """Leave out or level impossible times, and report it; by default they are an error."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -217,13 +217,13 @@ class GalvatronHardwareOptions(ImportOptions, frozen=True, kw_only=True):
     p2p: tuple[Path, ...] = ()
     """p2p_bandwidth_*.json, in GB/s (1e9); may be repeated."""
     sp_time: tuple[Path, ...] = ()
-    """sp_time_*.json, in ms on messages in MiB: taken before bandwidths; may be repeated."""
+    """sp_time_*.json, in ms for messages in MiB, preferred to bandwidths; may be repeated."""
     overlap: Path | None = None
-    """overlap_coefficient.json, a factor of time."""
+    """overlap_coefficient.json: the factor by which overlap slows computation and messages."""
 
 
 class FasopOptions(ImportModelOptions, frozen=True, kw_only=True):
-    """Import the layer times of FASOP: one forward time per kind of layer, at micro-batch 1 and tp_size 1, 2, 4."""
+    """Import the layer times of FASOP: one forward time per kind of layer, at micro-batch size 1, tp_size 1, 2, 4."""
 
     times: Path
     """Layer times, CSV, in s: config/reference/fasop-layer-times.csv."""
@@ -247,7 +247,7 @@ class FasopHardwareOptions(ImportOptions, frozen=True, kw_only=True):
     constants: Path
     """Constants, JSON: config/reference/fasop-constants.json."""
     setting: str
-    """FASOP's bandwidths: default (4 GPUs a node) or pareto (8)."""
+    """FASOP's set of bandwidths: default (4 GPUs per node) or pareto (8)."""
     gpu: str
     """FASOP's GPU: A100 or A10."""
     nodes: Annotated[int, Meta(ge=1, le=100_000)]
@@ -260,49 +260,49 @@ class AnalyticOptions(RuntimeOptions, frozen=True, kw_only=True):
     """Estimate profiles of devices that nobody has measured yet, from shapes and published rates.
 
     Every number is marked `analytic`, and the notes of the file say what was assumed and how far such numbers were from
-    measured ones. Measured profiles are to be preferred wherever there are devices to measure on.
+    measured ones. Prefer measured profiles if you have devices to measure on.
     """
 
     model: tuple[Path, ...] = ()
-    """The model, JSON (shardwright.model); repeated, the same model at other sequence lengths."""
+    """The model, JSON (shardwright.model); may be repeated for the same model at other sequence lengths."""
     settings: Path | None = None
     """Profile settings, JSON (shardwright.profile_settings), as `probes` takes them."""
     out: Path | None = None
     """The model profile to write, HDF5."""
     device: Name | None = None
-    """A device of `devices`, by its key or its driver's name."""
+    """A device that the command `devices` lists, by its key or its driver's name."""
     cluster: Path | None = None
     """The cluster, JSON (shardwright.cluster)."""
     node_type: Name | None = None
-    """The cluster's node type whose device it is."""
+    """The node type of the cluster for whose device the model profile is."""
     hardware_out: Path | None = None
     """The cluster's hardware profile to write, HDF5."""
     inter_node_gbit_s: str | None = None
     """Bandwidth from one node to others, all devices together, in Gbit/s.
 
-    As 2:400,4:300 by the maximum number of nodes that a group of ranks spans, where wide groups get less. Collectives
-    with rates of their own follow: 2:400,4:300+all_gather=2:200,4:150+reduce_scatter=2:200,4:150.
+    One number; or 2:400,4:300 by the maximum number of nodes that a group of ranks spans, if wide groups get less.
+    Collectives with rates of their own follow: 2:400,4:300+all_gather=2:200,4:150+reduce_scatter=2:200,4:150.
     """
     network_step_us: Microseconds | None = None
-    """Latency of one step of a collective from a node to the next, in µs; by default 14. It needs inter_node_gbit_s."""
+    """Latency of one step of a collective between nodes, in µs; by default 14. It needs --inter-node-gbit-s."""
     context_mib: NonNegativeCount | None = None
-    """Memory of CUDA's context on a device, in MiB, such as an idle process takes; by default 512."""
+    """Memory of a CUDA context on a device, in MiB, as an idle process takes; by default 512."""
     communicator_mib: NonNegativeCount | None = None
     """Buffers of one NCCL communicator, in MiB; by default 480."""
     allocator_slack_mib: NonNegativeCount | None = None
-    """Memory that the allocator has taken of a device and keeps unused, in MiB; by default nothing."""
+    """Device memory that the allocator has reserved but does not use, in MiB; by default 0."""
     matrix_efficiency: _Efficiency | None = None
-    """Ratio of reached to published rate of matrix products, attention's too; by default by device, see `devices`."""
+    """Ratio of reached to published rate of matrix products, also in attention; the default depends on the device."""
     memory_efficiency: _Efficiency = 0.75
     """Ratio of reached to published memory bandwidth."""
     link_efficiency: _Efficiency = 0.75
     """Ratio of reached to published bandwidth of links and networks."""
     matrix_tflop_s: _Rate | None = None
-    """Published rate of matrix products, for the table's, in TFLOP/s."""
+    """Published rate of matrix products in TFLOP/s, instead of the table's rate."""
     memory_gbyte_s: _Rate | None = None
-    """Published memory bandwidth, for the table's, in GB/s."""
+    """Published memory bandwidth in GB/s, instead of the table's bandwidth."""
     link_gbyte_s: _Rate | None = None
-    """Published link bandwidth one way, for the table's, in GB/s."""
+    """Published link bandwidth in one direction in GB/s, instead of the table's bandwidth."""
     devices: Path | None = None
     """Another table of devices, TOML."""
 

@@ -30,17 +30,17 @@ from shardwright.types.model_profile import FitMode, ModelProfile, read_model_pr
 
 
 class SplitTable(NamedTuple):
-    """A table that is printed as several tables if its columns do not fit next to one another."""
+    """A table that is printed as several tables if its columns do not fit side by side."""
 
     title: str
     columns: Sequence[PrintedColumn]
     repeated: int
-    """Number of columns that each of the tables begins with."""
+    """Number of first columns that are repeated in each of the tables."""
     ends: frozenset[int] = frozenset()
-    """Numbers of rows, from 1, that a line follows."""
+    """Row numbers, counted from 1, after which a line is drawn."""
 
     def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the tables, as rich requests them."""
+        """Yield the tables in the form that rich prints."""
         for number, columns in enumerate(split_columns(self.columns, self.repeated, options.max_width)):
             yield self._part(f"{self.title}{' (continued)' if number else ''}", columns, options.max_width)
 
@@ -56,7 +56,7 @@ class SplitTable(NamedTuple):
 def table_of(
     title: str, labels: Sequence[str], numbers: Sequence[str], groups: Iterable[Sequence[Sequence[str]]]
 ) -> SplitTable:
-    """A table of groups of rows: texts under `labels`, the same columns in each part, then numbers."""
+    """Return a table of groups of rows: text under `labels`, repeated in each part of a split table, then numbers."""
     each = list(groups)
     rows = [row for group in each for row in group]
     columns = [
@@ -81,7 +81,7 @@ def show_profile(path: Path) -> None:
 
 
 def draw_profile(path: Path, picture: Path) -> None:
-    """Draw a profile's points, curves and residuals into a picture file; raise BadInput if that cannot be."""
+    """Draw a profile's points, curves and residuals into a picture file; raise BadInput for a file of another kind."""
     if picture.suffix not in (".svg", ".png", ".pdf"):
         raise BadInput(picture, "is not a kind of picture", "call it .svg, .png or .pdf")
     profile = _read(path)
@@ -126,7 +126,7 @@ def _hardware_tables(profile: HardwareProfile) -> tuple[str, Iterator[SplitTable
 
 
 def _messages(profile: HardwareProfile) -> SplitTable:
-    """A table of median and interquartile range of every point; bandwidth is message bytes over the median."""
+    """Return a table with median and interquartile range of every point; bandwidth is message bytes over the median."""
     labels = "kind", "ranks", "layout", "place"
     numbers = "message", "repeats", "median", "spread (q3 - q1)", "bandwidth"
     timed = list(zip(profile.points.rows, profile.times_s, strict=True))
@@ -177,9 +177,9 @@ def _model_tables(profile: ModelProfile) -> tuple[str, Iterator[SplitTable]]:
 
 
 def _columns(title: str, table: Table[Row]) -> SplitTable:
-    """Return a table of values, with standard errors if known, and with sources if not measured.
+    """Return a table of values, with standard errors if known, and with the source of those not measured.
 
-    Its first columns, of texts and of numbers without a unit, say of what the others are.
+    The first columns, with text and numbers without unit, identify a row; they are repeated if the table is split.
     """
     columns = columns_of(table.row_type)
     shown = [name for name in columns if not name.endswith(("_source", "_error_s"))]
@@ -215,9 +215,9 @@ def _value(name: str, value: object) -> str:
 # Profiles as pictures.
 
 _COLUMN, _LEFT, _RIGHT, _TOP = 340.0, 64.0, 16.0, 64.0
-"""Width of a column of panels and its margins, and where the first panel starts, in px."""
+"""Width of a column of panels, its left and right margin, and the top of the first panel, in px."""
 _HEIGHT, _RESIDUALS, _ROW = 170.0, 56.0, 326.0
-"""Heights of a panel, of the residuals below it, and of a row of both with their titles."""
+"""Heights of a panel, of the residuals below it, and of both together with their titles, in px."""
 _QUANTITIES = {"forward_s": "forward", "backward_s": "backward", "activation_bytes": "activations"}
 _IN_A_ROW = 3
 
@@ -227,28 +227,28 @@ class _Series(NamedTuple):
 
     label: str
     wanted: int
-    """Number of its sign, if no other series has it: the colour is by the tensor-parallel size."""
+    """Preferred number of its marker, if no other series has it; the colour depends on the tensor-parallel size."""
     sizes: NDArray[Any]
     values: NDArray[Any]
     errors: NDArray[Any]
     curve: NDArray[Any] | None
-    """Coefficients of the line in the batch, if there is one."""
+    """Coefficients of the fitted line in the micro-batch size; None if there is no fit."""
 
     def on_curve(self, sizes: NDArray[Any]) -> NDArray[Any]:
-        """The values of the line at some micro-batch sizes."""
+        """Return the values of the fitted line at some micro-batch sizes."""
         value: NDArray[Any] = design_of(FitMode.BATCH, sizes, np.ones_like(sizes)) @ self.curve
         return value
 
     @property
     def residuals(self) -> NDArray[Any]:
-        """Return (fit - point) / point at every point; empty if there is no line."""
+        """Return (fit - point) / point at every point; empty if there is no fit."""
         return np.zeros(0) if self.curve is None else self.on_curve(self.sizes) / self.values - 1
 
 
 def model_picture(profile: ModelProfile) -> str:
-    """A picture with a column per layer type: forward, backward and activations of a microbatch, with residuals.
+    """Return a picture with a column per layer type: forward, backward and activations of a microbatch, with residuals.
 
-    Points have their standard errors; lines are the fits of mode `batch`, residuals (fit - point) / point.
+    Points are drawn with standard errors; lines are fits of mode `batch`; residuals are (fit - point) / point.
     """
     types = list(dict.fromkeys(row.type for row in profile.layers.rows))
     panels = {(name, quantity): list(_series(profile, name, quantity)) for name in types for quantity in _QUANTITIES}
@@ -263,7 +263,7 @@ def model_picture(profile: ModelProfile) -> str:
 
 
 def hardware_picture(profile: HardwareProfile) -> str:
-    """A picture of median time against message size by collective; bars show the middle half of the repeats."""
+    """Return a picture of median time by message size, a panel per collective; bars: the middle half of the repeats."""
     keys = sorted(profile.curves)
     names = list(dict.fromkeys(key.collective for key in keys))
     numbers = series_numbers({str(key.group): _wanted_of(key) for key in keys})
@@ -292,7 +292,7 @@ def _page(drawn: Sequence[str], title: str, numbers: dict[str, int], columns: in
 def _column(
     series: Sequence[_Series], numbers: dict[str, int], column: int, top: float, title: str, quantity: str
 ) -> str:
-    """Draw the points of one quantity of one layer type with their lines, and the residuals below."""
+    """Return the SVG of one quantity of one layer type: points with fitted lines, and the residuals below."""
     left, bottom = column * _COLUMN, top + _HEIGHT
     sizes = [float(size) for each in series for size in each.sizes] or [0.0]
     across = linear_axis(min(sizes), max(sizes), left + _LEFT, left + _COLUMN - _RIGHT, count=7)
@@ -328,7 +328,7 @@ def _points(series: _Series, number: int, above: Panel, below: Panel, words: Cal
 
 
 def _collective_panel(curves: Sequence[tuple[int, str, NDArray[Any]]], name: str, left: float, top: float) -> str:
-    """Draw the times of one collective by message bytes: an array of (bytes, low, median, high) rows for each curve."""
+    """Return the SVG of one collective's times by message bytes; a curve is an array of (bytes, low, median, high)."""
     values = np.concatenate([quartiles for _, _, quartiles in curves])
     across = logarithmic_axis(
         values[:, 0].min(), values[:, 0].max(), left + _LEFT, left + _COLUMN - _RIGHT, bytes_text, base=32
@@ -345,14 +345,14 @@ def _collective_panel(curves: Sequence[tuple[int, str, NDArray[Any]]], name: str
 
 
 def _quartiles(profile: HardwareProfile, key: CollectiveKey) -> NDArray[Any]:
-    """The sizes of a kind of collective, ascending, and the quartiles of its times: [sizes, 4]."""
+    """Return the message sizes of a kind of collective, ascending, and the quartiles of its times: [sizes, 4]."""
     timed = zip(profile.points.rows, profile.times_s, strict=True)
     points = [(row.message_bytes, *np.quantile(times_s, [0.25, 0.5, 0.75])) for row, times_s in timed if row.key == key]
     return np.array(sorted(points), float)
 
 
 def _wanted_of(key: CollectiveKey) -> int:
-    """The number of the sign of a kind of group: its colour is by the number of ranks."""
+    """Return the preferred number of the marker of a kind of group; the colour depends on the number of ranks."""
     return _power(key.group_size) + 8 * key.group.across_nodes + 16 * (not key.consecutive)
 
 
@@ -361,7 +361,7 @@ def _power(size: int) -> int:
 
 
 def _series(profile: ModelProfile, name: str, quantity: str) -> Iterator[_Series]:
-    """Yield the series of one layer type, of the points at which the quantity is known."""
+    """Yield the series of one layer type, with the points at which the quantity is known and positive."""
     for key, rows in profile.curves.items():
         known = [(row.micro_batch_size, getattr(row.figures, quantity)) for row in rows]
         known = [(size, figure) for size, figure in known if figure.value > 0]
@@ -377,7 +377,7 @@ def _series(profile: ModelProfile, name: str, quantity: str) -> Iterator[_Series
 
 
 def _batch_line(profile: ModelProfile, quantity: str, key: LayerKey) -> NDArray[Any] | None:
-    """The coefficients of the line through the points of a key; None if there is no line."""
+    """Return the three coefficients of the line fitted to the points of a key; None if there is no fit."""
     for fit in profile.fits.rows:
         if (fit.key, fit.quantity, fit.mode) == (key, quantity, FitMode.BATCH):
             return np.array([fit.constant, fit.linear, fit.quadratic])

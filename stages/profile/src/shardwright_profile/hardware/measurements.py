@@ -1,6 +1,6 @@
-"""Tasks that measure rates of devices and hosts, collectives at growing sizes, and links.
+"""Tasks that measure the rates of devices and hosts, collectives of growing sizes, and links.
 
-Only the ranks of a sweep import this.
+Only the ranks of a sweep import this module.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,9 +32,10 @@ def collective_call(
 ) -> Callable[[], dist.Work | None]:
     """Return a function that runs this rank's part of one collective of `message_bytes`.
 
-    The numbers are float32 zeros: sums of them stay zeros however often they are repeated. A rank outside all groups
-    does nothing. These are the calls that FSDP2 and the tensor-parallel layers make. They are complete, or queued on
-    the current stream, when they return; without `wait`, the collective continues and its work handle is returned.
+    The message is float32 zeros, whose sums stay zeros however often they are repeated. A rank outside all groups does
+    nothing. These are the calls that FSDP2 and the tensor-parallel layers make. When the function returns, the
+    collective is complete, or queued on the current stream; without `wait` it is only started, and the function
+    returns its work handle.
     """
     if kind.key.collective is Collective.P2P:
         return p2p_call(kind.groups, message_bytes, process_group, device)
@@ -60,7 +61,7 @@ def p2p_call(
 ) -> Callable[[], None]:
     """Return a function that sends or receives a message of `message_bytes` from the first to the second of each pair.
 
-    `process_group` is that of this rank's pair; None if it has none.
+    `process_group`: the process group of this rank's pair; None if the rank is in no pair.
     """
     if process_group is None:
         return lambda: None
@@ -74,12 +75,12 @@ def p2p_call(
 
 
 class Exchange(NamedTuple):
-    """The messages of a rank in transit: one that is sent, and one that is received."""
+    """The two messages of a rank that are in transit: the one it sends, and the one it receives."""
 
     works: Sequence[dist.Work]
 
     def wait(self) -> None:
-        """Wait until both are over, or queue that on the current stream."""
+        """Wait until both messages have arrived, or make the current stream wait for that."""
         for work in self.works:
             work.wait()
 
@@ -89,8 +90,8 @@ def exchange_call(
 ) -> Callable[[], Exchange | None]:
     """Return a function that starts messages of `message_bytes` in both directions between the ranks of every pair.
 
-    It is a step of a ring of two ranks, made as ring attention makes it. `process_group` is that of this rank's pair;
-    None if it has none.
+    This is a step of a ring of two ranks, with the calls of ring attention. `process_group`: the process group of this
+    rank's pair; None if the rank is in no pair.
     """
     if process_group is None:
         return lambda: None
@@ -118,17 +119,17 @@ _REPEATS = 9
 def random_numbers(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return normally distributed random numbers, the same at each call.
 
-    A GPU switches fewer transistors for products of ones, so that it keeps a higher clock than it has in training.
+    For matrix products of ones a GPU switches fewer transistors, so that its clock stays higher than in training.
     """
     generator = torch.Generator(device).manual_seed(0)
     return torch.randn(shape, generator=generator, dtype=dtype, device=device)
 
 
 def rate_tasks(session: Session) -> list[Task]:
-    """Tasks that measure each device's rates while all ranks work: medians, named with their SI units.
+    """Return the tasks that measure each device's rates while all ranks work: medians, named with their SI units.
 
-    `matrix_flops_per_s`: product of two square float32 matrices (a multiply-add counts 2); on CUDA also
-    `matrix_bfloat16_flops_per_s`, and what `host_measurements` has. `memory_bytes_per_s`: a copy, which reads and
+    `matrix_flops_per_s`: the matrix product of two square float32 matrices (a multiply-add counts 2); on CUDA also
+    `matrix_bfloat16_flops_per_s` and the rates of `host_measurements`. `memory_bytes_per_s`: a copy, which reads and
     writes each byte once.
     """
     on_gpu = on_accelerator(session.stopwatch.device)
@@ -161,15 +162,15 @@ def _memory_bytes_per_s(size: int, stopwatch: Stopwatch) -> tuple[float, ...]:
 
 
 def _rates(amount: int, call: Callable[[], object], stopwatch: Stopwatch) -> tuple[float, ...]:
-    """An amount over the median time of each rank, in rank order."""
+    """Return `amount` divided by the median seconds of `call` on each rank, in rank order."""
     stopwatch.rank_times_s(call, WARM_UP_REPEATS)
     return tuple(amount / time_s for time_s in np.median(stopwatch.rank_times_s(call, _REPEATS), axis=1).tolist())
 
 
 def point_tasks(session: Session, kinds: Sequence[CollectiveKind]) -> list[Iterator[Task]]:
-    """Tasks for every kind of collective at growing sizes, always to 1 MiB, then while the next fits its time.
+    """Return the tasks of every kind of collective at growing sizes: always up to 1 MiB, then while time is left.
 
-    A kind that a killed sweep was done with grows no further.
+    If a killed sweep had finished with a kind, its sizes grow no further.
     """
     done = _done_before(session, kinds)
     return [_points(session, kind, number >= done) for number, kind in enumerate(kinds)]
@@ -212,7 +213,7 @@ def _timed_point(session: Session, kind: CollectiveKind, message_bytes: int, sha
 
 
 def pair_tasks(session: Session, rounds: Sequence[PairRound]) -> list[list[Task]]:
-    """The tasks of each round, which times all of its pairs at once."""
+    """Return the one task of each round; it times all pairs of the round at once."""
 
     def task(timed: PairRound) -> Task:
         keys: list[EntryKey] = [("pair", source, target, timed.message_bytes) for source, target in timed.pairs]
@@ -228,7 +229,7 @@ def _timed_pairs(session: Session, timed: PairRound, share_s: float) -> list[Pai
     call = p2p_call(timed.pairs, timed.message_bytes, pair, session.stopwatch.device)
 
     def measure(repeats: int) -> NDArray[Any]:
-        """The seconds of each pair's message, which arrives when both its ranks are done: [pairs, repeats]."""
+        """Return the seconds of each pair's message, until both its ranks are done: [pairs, repeats]."""
         times_s = stopwatch.rank_times_s(call, repeats)
         return np.stack([times_s[list(pair)].max(axis=0) for pair in timed.pairs])
 
@@ -240,18 +241,18 @@ def _timed_pairs(session: Session, timed: PairRound, share_s: float) -> list[Pai
     ]
 
 
-# Rates between devices and their host. On a CPU there are none: a device's memory is the host's.
+# Rates between devices and their host. A CPU has none: a device's memory is the host's memory.
 
 
 Measure = Callable[[Stopwatch], tuple[float, ...]]
 
 
 class _Sizes(NamedTuple):
-    """Sizes of what is copied and updated."""
+    """How many bytes are copied, and how many parameters are updated."""
 
     copied_bytes: int
     updated: int
-    """Float32 parameters."""
+    """Number of float32 parameters."""
 
 
 _SIZES = _Sizes(2**28, 2**24)
@@ -260,8 +261,8 @@ _SIZES = _Sizes(2**28, 2**24)
 def host_measurements(cluster: Cluster, sizes: _Sizes = _SIZES) -> dict[str, Measure]:
     """Return functions that measure each rank's rates by name: medians, in rank order.
 
-    Copies from and to pinned memory, by all ranks at once and by each while the other ranks of its node wait; and
-    parameters that AdamW updates on the host, by all ranks at once.
+    Bytes per second of copies from and to pinned memory, by all ranks at once and by each rank while the other ranks of
+    its node wait; and parameters per second that AdamW updates on the host, by all ranks at once.
     """
     places = _places(cluster)
     measured: dict[str, Measure] = {HOST_UPDATES: partial(_updated_per_s, sizes.updated)}
@@ -272,13 +273,13 @@ def host_measurements(cluster: Cluster, sizes: _Sizes = _SIZES) -> dict[str, Mea
 
 
 def _places(cluster: Cluster) -> list[int]:
-    """Return the number of each rank on its node."""
+    """Return the index of each rank on its node, by rank."""
     nodes = cluster.node_of_rank
     return [rank - nodes.index(node) for rank, node in enumerate(nodes)]
 
 
 def _copied_per_s(size: int, inwards: bool, turns: Sequence[int], stopwatch: Stopwatch) -> tuple[float, ...]:
-    """Return the rates of copies; ranks with the same number in `turns` copy at once."""
+    """Return each rank's copied bytes per second; ranks with the same number in `turns` copy at the same time."""
     device, mine = stopwatch.device, turns[dist.get_rank()]
     here = torch.zeros(size, dtype=torch.uint8, device=device)
     there = torch.zeros(size, dtype=torch.uint8, pin_memory=on_accelerator(device))

@@ -1,7 +1,7 @@
 """Slowdowns of collectives, computations and pipelines that run at the same time; only measuring ranks import this.
 
-Collectives are those of data parallelism, and sends as ring attention makes them: one each way at once. The clock of
-streams on CUDA devices never ran in a test, which have only CPU ranks.
+The collectives are those of data parallelism, and sends in both directions at once as in ring attention. No test runs
+the clock for CUDA streams: tests have only CPU ranks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,8 +33,10 @@ from shardwright_profile.hardware.profile import (
 from shardwright_profile.hardware.session import WARM_UP_REPEATS, Session, Task
 
 CASE_MESSAGES = sum(ratio + 1 + max(1.0, ratio) for ratio in COMPUTE_RATIOS)
-"""Time of one repeat of all ratios without slowdown, in times of the collective: each side by itself, and both at
-once."""
+"""Time of one repeat of all ratios if nothing slows down, as a multiple of the collective's time.
+
+Each side is timed by itself, and then both at once.
+"""
 
 _SIDES = {CPU: (32, 64, 128, 256, 512), GPU: (256, 512, 1024, 2048, 4096)}
 _DTYPES = {CPU: torch.float32, GPU: torch.bfloat16}
@@ -43,18 +45,18 @@ _TRIES = 5
 
 
 Start = Callable[[], dist.Work | Exchange | None]
-"""A function that starts a collective and returns its work; None if this rank does not take part in it."""
+"""A function that starts a collective and returns its work handle; it returns None if this rank does not take part."""
 
 Clock = Callable[[Start | None, Callable[[], None], int], tuple[float, float]]
-"""A function that starts a collective, if any, computes several times, and returns the seconds of both.
+"""A function that starts a collective, if any, computes several times, and returns two durations in seconds.
 
-The seconds of the computation come first. The collective counts from before it is started, the computation from after,
-as a training step has them.
+The first is the computation's, counted from when the collective has been started; the second is the collective's,
+counted from before it is started. A training step has them in this order.
 """
 
 
 class _Computation(NamedTuple):
-    """A product of two square matrices, and the seconds that one takes."""
+    """A matrix product of a square matrix with itself, and the seconds that one such product takes."""
 
     factor: torch.Tensor
     product: torch.Tensor
@@ -65,14 +67,14 @@ class _Computation(NamedTuple):
 
 
 _Turn = tuple[Start | None, _Computation, int]
-"""A measurement that alternates with others: a collective or None, a computation, and the number of its products."""
+"""A measurement that alternates with others: a collective or None, a computation, and its number of matrix products."""
 
 
 def overlap_tasks(session: Session, kinds: Sequence[CollectiveKind]) -> list[Iterator[Task]]:
     """Return the tasks that time each kind of collective while overlapped with computations of several lengths.
 
-    Each size up to 1 MiB is timed, and larger ones while a kind's share of the time lasts; sizes at which the kind was
-    not timed alone are left out.
+    Each size up to 1 MiB is timed, and larger ones while a kind's share of the time lasts. Sizes at which the kind was
+    not timed by itself are left out.
     """
     timer = _Timer(session)
     return [_overlaps(session, timer, kind) for kind in kinds]
@@ -87,7 +89,7 @@ def _overlaps(session: Session, timer: "_Timer", kind: CollectiveKind) -> Iterat
         subject = f"overlapped with a computation, {kind}"
         keys = [overlap_key(kind.key, size, ratio) for ratio in COMPUTE_RATIOS]
         needs_s = CASE_MESSAGES * (WARM_UP_REPEATS + session.min_repeats) * float(np.median(point.times_s))
-        # Half: the sizes that follow take more.
+        # Half of what is left: the sizes that follow take more.
         yield Task(subject, keys, partial(timer.entries, kind, point), 1 / 2, None if size in always else needs_s)
 
 
@@ -107,7 +109,7 @@ class _Timer:
         self._session, self._clock = session, overlap_clock(session.stopwatch.device)
 
     def entries(self, kind: CollectiveKind, point: PointEntry, share_s: float) -> list[OverlapEntry]:
-        """The measurements of a collective overlapped with a computation of each length."""
+        """Return the measurements of a collective at one size, overlapped with a computation of each length."""
         session = self._session
         session.stopwatch.doing = f"timing {point.message_bytes} bytes overlapped, {kind}"
         group = session.process_groups.mine(kind.groups)
@@ -117,7 +119,7 @@ class _Timer:
         computation = fitting[-1] if fitting else self._computations[0]
         entries = []
         for ratio in COMPUTE_RATIOS:
-            # Alone and at once by turns: what else the machine does meanwhile slows all of them alike.
+            # Each by itself and both at once, alternately: other load on the machine slows all of them alike.
             products = max(1, round(ratio * point_s / computation.time_s))
             turns = ((None, computation, products), (start, computation, 0), (start, computation, products))
             measure = partial(self._turns_s, turns)
@@ -140,9 +142,9 @@ class _Timer:
         return entries
 
     def _turns_s(self, turns: Sequence[_Turn], repeats: int) -> NDArray[Any]:
-        """Return the seconds of each turn's computation and collective on the slowest rank, if the turn has them.
+        """Return the seconds of each turn's computation and collective, if it has them, on the slowest rank.
 
-        [series, repeats] float64: turn by turn, the computation before the collective.
+        [series, repeats] float64, in the order of the turns; in each the computation comes before the collective.
         """
         stopwatch = self._session.stopwatch
         mine = torch.zeros(len(turns), 2, repeats, dtype=torch.float64)
@@ -157,7 +159,7 @@ class _Timer:
 
     @cached_property
     def _computations(self) -> list[_Computation]:
-        """Products of growing matrices; a computation uses the largest one that matches its length closely."""
+        """Return matrix products of growing sizes; used is the largest of which 8 fit into the collective's time."""
         made, device = [], self._session.stopwatch.device
         for side in _SIDES[device.type]:
             factor = random_numbers(side, side, dtype=_DTYPES[device.type], device=device)
@@ -169,12 +171,12 @@ class _Timer:
 
 
 def overlap_clock(device: torch.device) -> Clock:
-    """Return the clock for a device."""
+    """Return the clock for a device: with events of streams on an accelerator, with a thread on a CPU."""
     return _DeviceClock(device) if on_accelerator(device) else _CpuClock()
 
 
 class _CpuClock:
-    """A clock whose thread waits for the collective: not all of gloo's work reports its completion."""
+    """A clock with a thread that waits for the collective, because some of gloo's work handles report no completion."""
 
     def __init__(self) -> None:
         self._waiter = ThreadPoolExecutor(max_workers=1)
@@ -196,7 +198,7 @@ def _arrived_at(work: dist.Work | Exchange) -> float:
 
 
 class _DeviceClock:
-    """A clock that uses device events; the collective runs on a separate stream, and a third stream waits for it."""
+    """A clock that uses device events: the collective runs on its own stream, and a third stream waits for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -222,9 +224,9 @@ class _DeviceClock:
 
 # The time of a layer by itself and in a pipeline between two halves of the ranks.
 #
-# Some runtimes and networks make a layer's collectives several times as slow while messages go between nodes. A layer
-# here is a product of two matrices and an all_reduce among neighbours inside a half, which stand for tensor
-# parallelism.
+# With some runtimes and networks a layer's collectives are several times as slow while messages go between nodes. A
+# layer here is a matrix product and an all_reduce among neighbours inside a half: it stands for a tensor-parallel
+# layer.
 
 
 _LAYER_SIDES = {CPU: 256, GPU: 2048}
@@ -233,7 +235,7 @@ _LAYERS, _MICROBATCHES, _STEPS = 4, 3, 9
 
 
 def pipeline_tasks(session: Session) -> list[Task]:
-    """The task that times layers by themselves and in a pipeline; none on one device, which has no second stage."""
+    """Return the task that times layers by themselves and in a pipeline; none for one device (no second stage)."""
     if dist.get_world_size() == 1:
         return []
     keys = [("rate", name) for name in (LAYERS_ALONE, LAYERS_IN_PIPELINE)]
@@ -241,7 +243,7 @@ def pipeline_tasks(session: Session) -> list[Task]:
 
 
 def _entries(session: Session, _: float) -> list[RateEntry]:
-    """The layers per second of every rank, by themselves and in the pipeline, measured alternately: medians."""
+    """Return the median layers per second of every rank, by themselves and in the pipeline, measured alternately."""
     stopwatch = session.stopwatch
     stopwatch.doing = "timing layers alone and in a pipeline"
     half, layer = dist.get_world_size() // 2, _layer(session)
@@ -250,7 +252,7 @@ def _entries(session: Session, _: float) -> list[RateEntry]:
     clock, receives = overlap_clock(stopwatch.device), dist.get_rank() >= half
 
     def step_s(pipelined: bool) -> float:
-        """The seconds of the layers in a step, without messages."""
+        """Return the seconds of the layers in a step, without the messages between the halves."""
         stopwatch.align()
         time_s = 0.0
         for _ in range(_MICROBATCHES):
@@ -271,7 +273,7 @@ def _entries(session: Session, _: float) -> list[RateEntry]:
 
 
 def _layer(session: Session) -> Callable[[], None]:
-    """Return a function that runs this rank's part of a layer."""
+    """Return a function that runs this rank's part of a layer: a matrix product, and an all_reduce if in a group."""
     device, groups = session.stopwatch.device, _groups(session.identity.cluster)
     group = session.process_groups.mine(groups) if groups else None
     side = _LAYER_SIDES[device.type]
@@ -288,7 +290,7 @@ def _layer(session: Session) -> Callable[[], None]:
 
 
 def _groups(cluster: Cluster) -> Groups:
-    """The largest equal groups of neighbours, each inside one node and one half; none if a group has one rank."""
+    """Return the largest equal groups of neighbours, each in one node and one half; none if a group has one rank."""
     half = cluster.num_devices // 2
     size = gcd(half, *(cluster.node_types[group.node_type].devices_per_node for group in cluster.nodes))
     return tuple(tuple(range(start, start + size)) for start in range(0, 2 * half, size)) if size > 1 else ()

@@ -1,4 +1,4 @@
-"""A hardware measurement: its job, its journal entries, the profile made from them, and what stands out in it."""
+"""A hardware measurement: its job, its journal entries, the profile made from them, and warnings about it."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
@@ -46,7 +46,7 @@ class SweepIdentity(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_bytes: int
     max_repeats: Annotated[int, Meta(ge=1)]
     versions: str
-    """Versions of the software and of the device's driver that measure."""
+    """Versions of the software and of the device driver."""
 
     @property
     def sizes(self) -> SizeRange:
@@ -62,7 +62,7 @@ class SweepJob(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     identity: SweepIdentity
     time_budget_s: float
     started_s: float
-    """Seconds on the node's monotonic clock when the ranks of this node were started."""
+    """Reading in seconds of the node's monotonic clock when the ranks of this node were started."""
     out: str
 
 
@@ -82,13 +82,13 @@ class Remark(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
 
 
 class StartEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="start"):
-    """The seconds from starting the ranks until their first collective was over."""
+    """The seconds from starting the ranks until their first collective was complete."""
 
     time_s: _Positive
 
     @property
     def key(self) -> EntryKey:
-        """Return the entry's name in the journal, which has one such entry."""
+        """Return the entry's name in the journal, which has only one such entry."""
         return ("start",)
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ class StartEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
 
 class RateEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="rate"):
-    """A rate of every rank's device, in rank order, while all ranks work."""
+    """A rate of every rank's device, in rank order, measured while all ranks work."""
 
     name: str
     values: Annotated[tuple[_Positive, ...], Meta(min_length=1)]
@@ -122,12 +122,12 @@ class PointEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
     @property
     def kind(self) -> CollectiveKey:
-        """Return the kind of message."""
+        """Return the kind of collective."""
         return CollectiveKey.from_fields(self)
 
     @property
     def key(self) -> EntryKey:
-        """The kind of entry and of message, and the size."""
+        """Return the entry's name in the journal: its kind, the kind of collective and the size."""
         return ("point", self.kind, self.message_bytes)
 
     def __str__(self) -> str:
@@ -152,20 +152,20 @@ class PairEntry(PairRow, frozen=True, kw_only=True, forbid_unknown_fields=True, 
 
 
 def overlap_key(kind: CollectiveKey | OverlapRow, message_bytes: int, compute_ratio: float) -> EntryKey:
-    """The key of an overlap of a kind of collective, whether its ranks are neighbours or not."""
+    """Return the journal key of an overlap, which does not depend on whether the collective's ranks are neighbours."""
     return ("overlap", kind.collective, kind.group_size, kind.ranks_per_node, message_bytes, compute_ratio)
 
 
 class OverlapEntry(OverlapRow, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="overlap"):
-    """The times of a collective and a computation, each by itself and both at once; medians of the slowest rank."""
+    """The times of a collective and a computation, each by itself and both at once; medians on the slowest rank."""
 
     compute_ratio: _Positive
-    """Planned time of the computation by itself over that of the collective by itself."""
+    """Planned ratio of the computation's time to the collective's time, each by itself."""
     source: Source = Source.MEASURED
 
     @property
     def key(self) -> EntryKey:
-        """The kind of entry and of message, the size, and the length of the computation."""
+        """Return the entry's name in the journal: its kind, the kind of collective, the size and the planned ratio."""
         return overlap_key(self, self.collective_bytes, self.compute_ratio)
 
     def __str__(self) -> str:
@@ -224,16 +224,16 @@ def _of_ranks(entry: RateEntry) -> Iterator[RankRow]:
         yield RankRow(rank=rank, name=entry.name, value=value, source=Source.MEASURED)
 
 
-# The statistics of repeated times, and findings about a sweep: slow ranks, bad links, unsettled points.
+# Statistics of repeated times, and findings about a sweep: slow ranks, slow links, points that are not settled.
 
 
 MIN_REPEATS = 6
-"""Minimum number of repeats whose extremes hold the median with a confidence of 95 %: 1 - 2 / 2**6 is 97 %."""
+"""Minimum number of repeats whose extremes enclose the median with a confidence of 95 %: 1 - 2 / 2**6 is 97 %."""
 SETTLED = 0.03
-"""Relative half width of the median's confidence interval below which a time needs no more repeats."""
+"""Relative half width of the median's confidence interval up to which a time needs no more repeats."""
 
 LAYERS_ALONE, LAYERS_IN_PIPELINE = "layers_alone_per_s", "layers_in_pipeline_per_s"
-"""Names of the rates of a small layer by itself, and in a pipeline between two halves of the ranks."""
+"""Names of the rates of a small layer: by itself, and in a pipeline between two halves of the ranks."""
 
 _CONFIDENCE = 0.95
 _OUTLYING = 3 * 1.4826
@@ -245,8 +245,9 @@ def median_interval(times_s: ArrayLike) -> float:
 
     The interval lies between two order statistics and assumes no distribution: the median of n independent times lies
     between the k-th smallest and the k-th largest with probability 1 - 2 P(B < k), B binomial of n and 1/2 (David and
-    Nagaraja, Order Statistics, 3rd ed., section 7.1; Le Boudec, Performance Evaluation, theorem 2.1). The largest such
-    k is taken. Under 6 repeats no k reaches 95 %: the interval is then their whole range, which covers less.
+    Nagaraja, Order Statistics, 3rd ed., section 7.1; Le Boudec, Performance Evaluation, theorem 2.1). The largest k
+    with at least 95 % is taken. For fewer than 6 repeats no k reaches that: the interval is then the whole range, at
+    a lower confidence.
     """
     ordered = np.sort(np.asarray(times_s, dtype=np.float64))
     k = _order(len(ordered))
@@ -254,7 +255,7 @@ def median_interval(times_s: ArrayLike) -> float:
 
 
 def _order(repeats: int) -> int:
-    """The largest k with 2 P(B < k) <= 5 % for B binomial of `repeats` and 1/2, at least 1; sums are exact."""
+    """Return the largest k with 2 P(B < k) <= 5 % for B binomial of `repeats` and 1/2, at least 1; sums are exact."""
     below, k = 0, 0
     while 2 * (below + comb(repeats, k)) <= (1 - _CONFIDENCE) * 2**repeats:
         below += comb(repeats, k)
@@ -263,15 +264,15 @@ def _order(repeats: int) -> int:
 
 
 def settled(times_s: ArrayLike) -> bool:
-    """Whether the median of at least 6 repeats is known to within 3 %."""
+    """Return whether the median of at least 6 repeats is known to within 3 %."""
     return np.size(times_s) >= MIN_REPEATS and median_interval(times_s) <= SETTLED
 
 
 def outliers(times_s: ArrayLike) -> NDArray[np.bool_]:
-    """Which times are above the median by more than 3 scaled median absolute deviations: [times] bool.
+    """Return which times exceed the median by more than 3 scaled median absolute deviations: [times] bool.
 
-    The scale 1.4826 makes that deviation a normal distribution's standard deviation (Leys et al. 2013, Detecting
-    outliers). Times scatter upwards only: a fast one is no outlier.
+    With the scale of 1.4826 the deviation equals the standard deviation of a normal distribution (Leys et al. 2013,
+    Detecting outliers). Times scatter only upwards: a short one is no outlier.
     """
     times = np.asarray(times_s, dtype=np.float64)
     median = np.median(times)
@@ -279,7 +280,7 @@ def outliers(times_s: ArrayLike) -> NDArray[np.bool_]:
 
 
 def more_repeats(have: int, max_repeats: int, left_s: float, one_s: float) -> int:
-    """Return the number of repeats of the next round: half as many again, within time and limit; 0 if none fits."""
+    """Return the number of repeats of the next round: half of those made, within time and limit; 0 if none fits."""
     return max(0, min(max_repeats - have, max(MIN_REPEATS, have // 2), int(left_s / one_s)))
 
 
@@ -293,13 +294,13 @@ _MAX_SENTENCES = 20
 
 
 def findings(profile: HardwareProfile, cluster: Cluster) -> tuple[str, ...]:
-    """A sentence for everything amiss in a cluster's measurements, the worst of its kind first."""
+    """Return a sentence for each doubtful measurement of a cluster, for each kind of doubt the worst first."""
     bad = *_first(slow_ranks(profile, cluster)), *_first(bad_links(profile, cluster))
     return (*bad, *slowed_in_pipeline(profile), *unsettled_points(profile))
 
 
 def slowed_in_pipeline(profile: HardwareProfile) -> tuple[str, ...]:
-    """A sentence if a layer takes over 1.5 times as long in a pipeline as by itself, on the slowest rank."""
+    """Return a sentence if, on the slowest rank, a layer takes over 1.5 times as long in a pipeline as by itself."""
     per_s = {row.name: row.value for row in profile.rates.rows}
     if not {LAYERS_ALONE, LAYERS_IN_PIPELINE} <= per_s.keys():
         return ()
@@ -313,7 +314,7 @@ def slowed_in_pipeline(profile: HardwareProfile) -> tuple[str, ...]:
 
 
 def slow_ranks(profile: HardwareProfile, cluster: Cluster) -> tuple[str, ...]:
-    """A sentence for each rank with a rate under 80 % of the median of the ranks on the same type of node."""
+    """Return a sentence for each rank with a rate under 80 % of the median of the ranks on the same type of node."""
     rates: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     for row in profile.ranks.rows:
         rates[row.name, cluster.node_type_of_rank[row.rank]][row.rank] = row.value
@@ -331,8 +332,8 @@ def slow_ranks(profile: HardwareProfile, cluster: Cluster) -> tuple[str, ...]:
 def bad_links(profile: HardwareProfile, cluster: Cluster) -> tuple[str, ...]:
     """Return a sentence for each pair that takes over 1.5 times the median of at least 3 comparable pairs.
 
-    Pairs are comparable if they have one message size, are equally far apart, between the same types of node, and all
-    inside a node or all across nodes.
+    Pairs are comparable if they have the same message size, the same difference of ranks and the same two types of
+    node, and are all inside a node or all across nodes.
     """
     alike: dict[tuple[int, int, bool, tuple[str, str]], dict[tuple[int, int], float]] = defaultdict(dict)
     for row in profile.pairs.rows:
@@ -353,7 +354,7 @@ def bad_links(profile: HardwareProfile, cluster: Cluster) -> tuple[str, ...]:
 
 
 def unsettled_points(profile: HardwareProfile) -> tuple[str, ...]:
-    """A sentence on the points not known to within 3 %: their number and the worst; single repeats do not count."""
+    """Return a sentence on the points not known to within 3 %: their number and the worst; one repeat is too few."""
     repeats = np.array([len(times_s) for times_s in profile.times_s])
     interval = np.where(repeats > 1, profile.points["interval"], np.inf)
     count = int((interval > SETTLED).sum())

@@ -29,12 +29,12 @@ class Stopwatch:
     def __init__(self, device: torch.device, heartbeat: Heartbeat | None = None) -> None:
         self.device, self._heartbeat = device, heartbeat
         self.doing = "before the first measurement"
-        """Current activity of this rank, which the launcher learns at each repeat."""
+        """Current activity of this rank, which is reported to the launcher at each repeat."""
 
     def rank_times_s(self, call: Callable[[], object], repeats: int) -> NDArray[Any]:
-        """The seconds of each repeat of `call` on each rank: [ranks, repeats] float64.
+        """Return the seconds of each repeat of `call` on each rank: [ranks, repeats] float64.
 
-        A barrier aligns the ranks before each repeat; on CUDA the device is synchronised on either side.
+        A barrier aligns the ranks before each repeat; a CUDA device is synchronised before and after it.
         """
         times_s = torch.zeros(repeats, dtype=torch.float64)
         for i in range(repeats):
@@ -46,14 +46,14 @@ class Stopwatch:
         return self.gathered(times_s)
 
     def slowest_s(self, call: Callable[[], object], repeats: int) -> NDArray[Any]:
-        """The seconds of each repeat of `call` on the slowest rank: [repeats] float64."""
+        """Return the seconds of each repeat of `call` on the rank that is slowest in it: [repeats] float64."""
         return np.asarray(self.rank_times_s(call, repeats).max(axis=0))
 
     def repeated(self, measure: Callable[[int], NDArray[Any]], share_s: float, max_repeats: int) -> NDArray[Any]:
-        """Repeat in rounds until every series' median is settled, the share is spent, or there are `max_repeats`.
+        """Repeat in rounds until every series' median is settled, `share_s` is spent, or `max_repeats` are made.
 
         `measure` makes a number of repeats and returns their seconds, the same on every rank: [series, repeats]
-        float64. The first round has 6 repeats, or `max_repeats` if that is less, however short the share is.
+        float64. The first round has 6 repeats, or `max_repeats` if that is less, however short `share_s` is.
         """
         budget = self.budget(share_s)
         times_s = measure(min(MIN_REPEATS, max_repeats))
@@ -66,23 +66,23 @@ class Stopwatch:
         return times_s
 
     def budget(self, time_s: float) -> "Budget":
-        """Return a budget of `time_s` seconds from now."""
+        """Return a budget of `time_s` seconds that begins now."""
         return Budget(self, perf_counter(), time_s)
 
     def agreed(self, value: float) -> float:
-        """The largest of the ranks' values, so that all ranks make the same decision."""
+        """Return the largest of the ranks' values, so that all ranks make the same decision."""
         shared = torch.tensor([value], dtype=torch.float64).to(self.device)
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
         return float(shared.cpu()[0])
 
     def gathered(self, mine: torch.Tensor) -> NDArray[Any]:
-        """Every rank's numbers, stacked in rank order: [ranks, *mine.shape]."""
+        """Return every rank's numbers, stacked in rank order: [ranks, *mine.shape]."""
         parts = [torch.zeros_like(mine, device=self.device) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, mine.to(self.device))
         return np.stack([part.cpu().numpy() for part in parts])
 
     def of_first(self, value: T, kind: type[T]) -> T:
-        """On every rank the value of rank 0, which is sent as JSON."""
+        """Return rank 0's `value` on every rank; it is sent as JSON and decoded as `kind`."""
         content = msgspec.json.encode(value)
         size = torch.tensor(len(content), device=self.device)
         dist.broadcast(size, src=0)
@@ -91,7 +91,7 @@ class Stopwatch:
         return msgspec.json.decode(data.cpu().numpy().tobytes(), type=kind)
 
     def align(self) -> None:
-        """Wait until every rank is here and its device is idle."""
+        """Wait until every rank has made this call and its device is idle."""
         if self._heartbeat is not None:
             self._heartbeat.begin(self.doing)
         dist.barrier()
@@ -106,7 +106,7 @@ class Budget(NamedTuple):
     time_s: float
 
     def left_s(self) -> float:
-        """The seconds left of the budget on the slowest rank."""
+        """Return the seconds that the slowest rank has left of the budget."""
         return self.time_s - self.stopwatch.agreed(perf_counter() - self.started)
 
 
@@ -118,7 +118,7 @@ class ProcessGroups:
         self.mine, self.pair = cache(self._made), cache(self._warmed_up)
 
     def group_for(self, kind: CollectiveKind) -> dist.ProcessGroup | None:
-        """The group of a kind to which this rank belongs, or None."""
+        """Return the process group in which this rank takes part in a kind of collective, or None."""
         return (self.pair if kind.key.collective is Collective.P2P else self.mine)(kind.groups)
 
     def _made(self, groups: Groups, few_channels: bool = False) -> dist.ProcessGroup | None:
@@ -131,7 +131,7 @@ class ProcessGroups:
         return next((process_group for group, process_group in made.items() if dist.get_rank() in group), None)
 
     def _warmed_up(self, pairs: Groups) -> dist.ProcessGroup | None:
-        """The group of a sender and a receiver, warmed up by one message as training does for its edges."""
+        """Return this rank's group of a sender and a receiver, or None; one message warms it up, as in training."""
         pair, number = self._made(pairs, few_channels=True), torch.zeros(1, device=self._device)
         for source, target in pairs:
             if dist.get_rank() == source:
@@ -142,7 +142,7 @@ class ProcessGroups:
 
 
 class Session(NamedTuple):
-    """The state that the parts of a hardware measurement use together."""
+    """The state that the parts of a hardware measurement have in common."""
 
     identity: SweepIdentity
     stopwatch: Stopwatch
@@ -156,16 +156,16 @@ class Session(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A measurement to make: a message of one size, or several that are timed at once."""
+    """A measurement to make, such as a collective at one size, or several messages that are timed at once."""
 
     subject: object
-    """Object whose text names the task to the user."""
+    """Object whose `str` names the task to the user."""
     keys: Sequence[EntryKey]
-    """Keys of the entries that the task gives."""
+    """Journal keys of the entries that the task returns."""
     measure: Callable[[float], Sequence[Entry]]
-    """Function from a number of seconds that it may take to its entries."""
+    """Function that makes the measurement within a number of seconds and returns its entries."""
     share: float = 1.0
-    """Share of the time that the task's series has left."""
+    """Share of the remaining time of its series that the task may take."""
     needs_s: float | None = None
     """Seconds that the task needs; if less is left, it and the rest of its series are skipped; None: never skipped."""
 
@@ -173,9 +173,8 @@ class Task(NamedTuple):
 def timed(session: Session, series: Sequence[Iterable[Task]], time_s: float) -> Iterator[tuple[int, Task, list[Entry]]]:
     """Run series of tasks in about `time_s` seconds; all ranks call this and get the same entries.
 
-    The series share the time evenly, and what one leaves over goes to those after it. What is known already is not
-    timed again. Yields the number of the series, the task and its entries, which are in the journal when the next task
-    is asked for.
+    Each series gets an equal share of the time that is left. What is in the journal is not timed again. Yields the
+    index of the series, the task and its entries; the caller adds these to the journal before it asks for the next one.
     """
     budget = session.stopwatch.budget(time_s)
     for number, tasks in enumerate(series):

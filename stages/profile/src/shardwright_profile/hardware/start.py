@@ -1,4 +1,4 @@
-"""The command `hardware`: validates, starts the ranks of this node, and lets rank 0 write the profile."""
+"""The command `hardware`: checks its options and starts the ranks of this node; rank 0 writes the profile."""
 
 import importlib.util
 import os
@@ -26,15 +26,15 @@ from shardwright_profile.options import HardwareOptions
 
 _WORKER = "shardwright_profile.hardware.worker"
 _HANG_S = 300.0
-"""Seconds after which a repeat counts as hanging: it has lost a rank."""
+"""Seconds after which a repeat counts as hanging, because a rank is lost."""
 
 
 def start_sweep(options: HardwareOptions) -> None:
     """Measure a cluster's collectives and devices with one process per device of this node.
 
-    What a killed sweep of the same cluster and options has measured lies in a journal next to the output and is kept.
-    Raises BadInput before anything is started if cluster, options and this machine do not go together, and
-    RunFailed when a rank ends.
+    The measurements of a killed sweep with the same cluster and options are in a journal next to the output, and are
+    kept. Raises BadInput before anything is started if cluster, options and this machine do not fit together, and
+    RunFailed if a rank fails.
     """
     cluster = read_document(options.cluster, Cluster)
     nodes = options.nodes(os.environ)

@@ -51,7 +51,7 @@ def main(job_file: str) -> None:
     with end_quietly(), ExitStack() as stack:
         stack.push(heartbeat.note)
         device = _device(job.identity)
-        # The launcher, which shows the stacks of a hang, is to speak before the process group does.
+        # The process group's timeout must be later than the launcher's, which shows the stacks of a hang.
         timeout = timedelta(seconds=2 * START_UP_S)
         device_id = device if on_accelerator(device) else None
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -73,7 +73,7 @@ def _measure(job: SweepJob, stopwatch: Stopwatch) -> None:
     journal.add([started])
     session = Session(job.identity, stopwatch, journal, ProcessGroups(stopwatch.device))
     entries = [started, *sweep(session, job.time_budget_s, _say if rank == 0 else lambda _: None)]
-    # What is left takes a moment: no rank may be stopped once rank 0 writes, for then the profile is there.
+    # Only a moment is left: no rank may be stopped after rank 0 begins to write, as the profile then exists.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     stopwatch.align()
     if rank == 0:
@@ -83,7 +83,7 @@ def _measure(job: SweepJob, stopwatch: Stopwatch) -> None:
 
 
 def _journal(job: SweepJob, rank: int, stopwatch: Stopwatch) -> Journal[SweepIdentity, Entry]:
-    """Return the journal of an earlier measurement, as rank 0 reads it: only its node needs the file."""
+    """Return the journal of the sweep, with the entries that rank 0 reads from its file; other nodes need no file."""
     path = journal_path(Path(job.out)) if rank == 0 else None
     kept: Kept[Entry] = JOURNAL.read(path, job.identity) if path is not None else Kept()
     return Journal(path, JOURNAL, job.identity, stopwatch.of_first(kept, Kept[Entry]))
@@ -120,9 +120,9 @@ def _say(said: Progress | Remark) -> None:
 
 
 _POINTS_SHARE = 0.7
-"""Share of the time left after the rates; the larger messages take most of it."""
+"""Share of the time left after the rates that goes to collectives; the larger messages take most of it."""
 _PAIRS_SHARE = 1 / 3
-"""Share of the time left after the points; overlap has the rest."""
+"""Share of the time left after the collectives that goes to pairs; overlap gets the rest."""
 
 Say = Callable[[Progress | Remark], None]
 
@@ -134,36 +134,36 @@ class Line(NamedTuple):
     s_per_byte: float
 
     def sum_s(self, sizes: Sequence[int]) -> float:
-        """The seconds of one collective of each size in bytes."""
+        """Return the sum of the seconds of one collective of each size in bytes."""
         return sum(self.constant_s + self.s_per_byte * size for size in sizes)
 
 
 def line_through(small: tuple[int, float], large: tuple[int, float]) -> Line:
-    """The line through two sizes in bytes and their times in seconds, flat if the larger was no slower."""
+    """Return the line through two points of bytes and seconds; it is flat if the larger message was not slower."""
     (small_bytes, small_s), (large_bytes, large_s) = small, large
     slope = max(0.0, large_s - small_s) / (large_bytes - small_bytes) if large_bytes > small_bytes else 0.0
     return Line(small_s - slope * small_bytes, slope)
 
 
 class Workload(NamedTuple):
-    """The sizes in bytes of messages that are timed whatever the budget, and are not in the journal yet."""
+    """The sizes in bytes of the messages that are timed whatever the budget, and are not in the journal yet."""
 
     points: Sequence[int]
     pairs: Sequence[int]
     """Message size of each round in bytes: the pairs of a round are timed at once."""
     overlap: Sequence[int]
     case_messages: float
-    """Time of one overlap of all ratios, in times of its collective."""
+    """Time of one repeat of an overlap at all ratios, as a multiple of its collective's time."""
     min_repeats: int
     warm_up_repeats: int
 
     def min_s(self, line: Line) -> float:
-        """The seconds of the fewest repeats of everything, if every collective took the line's time."""
+        """Return the seconds of the minimum number of repeats of everything, if collectives take the line's time."""
         once_s = line.sum_s(self.points) + line.sum_s(self.pairs) + self.case_messages * line.sum_s(self.overlap)
         return (self.warm_up_repeats + self.min_repeats) * once_s
 
     def estimate(self, kept: int, needed_s: float, given_s: float) -> str:
-        """Return the message before the measurement; `kept`: the number of measurements in the journal already."""
+        """Return the text to print before the measurement; `kept`: the number of measurements in the journal."""
         counts = f"{len(self.points)} points, {len(self.pairs)} rounds of pairs, {len(self.overlap)} overlaps"
         resumed = f"; {kept} measurements of a killed sweep are kept" if kept else ""
         longer = ": the small sizes are timed all the same" if needed_s > given_s else ""
@@ -176,7 +176,7 @@ class Workload(NamedTuple):
 def sweep(session: Session, time_budget_s: float, say: Say) -> list[Entry]:
     """Measure everything; all ranks call this and get the same entries, in the same order.
 
-    Each entry is in the journal before the next is measured; what is there already is not measured again.
+    Each entry is in the journal before the next is measured; what is already in the journal is not measured again.
     """
     plan = SweepPlan.for_cluster(session.identity.cluster, session.identity.sizes, session.stopwatch.device.type)
     measured: list[Entry] = []
@@ -194,7 +194,7 @@ def sweep(session: Session, time_budget_s: float, say: Say) -> list[Entry]:
 def _parts(
     session: Session, plan: SweepPlan, budget: Budget, say: Say
 ) -> Iterator[tuple[Sequence[Iterable[Task]], float]]:
-    """Yield the tasks for rates, collectives, links and overlap, each with its share of the time that is left then."""
+    """Yield the series of tasks for rates, collectives, links and overlap, each with its share of the time left."""
     in_pipeline = pipeline_tasks(session)
     if not in_pipeline:
         say(Remark(text="layers in a pipeline are left out: one device has no second stage"))
@@ -209,7 +209,7 @@ def _parts(
 
 
 def _workload(session: Session, plan: SweepPlan) -> Workload:
-    """Return the messages that are timed however short the budget is, except those in the journal."""
+    """Return the messages that are timed however short the budget is, except for those in the journal."""
     sizes, find = session.identity.sizes, session.journal.find
 
     def always(kind: CollectiveKind) -> tuple[int, ...]:
@@ -231,7 +231,7 @@ def _workload(session: Session, plan: SweepPlan) -> Workload:
 
 
 def _calibrated(session: Session, plan: SweepPlan) -> Line:
-    """The time of a collective by size: an all_reduce of the largest group at the smallest size and 1 MiB."""
+    """Return the time of a collective by size, measured with one kind of all_reduce at two sizes up to 1 MiB."""
     kind = next(kind for kind in plan.overlapped if kind.key.collective is Collective.ALL_REDUCE)
     sizes = session.identity.sizes.always(kind.key.group_size)
     points = []
@@ -243,7 +243,7 @@ def _calibrated(session: Session, plan: SweepPlan) -> Line:
 
 
 def _slowness(entry: Entry) -> float:
-    """Return the slowness by which one of several entries, measured together, is chosen to be shown."""
+    """Return a number that is largest for the entry to show, among those of one task: its time, or its slowdown."""
     match entry:
         case PairEntry():
             return entry.time_s

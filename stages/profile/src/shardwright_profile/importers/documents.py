@@ -1,6 +1,6 @@
 """Models and profiles that importers write: numbers with their sources; what is unknown is marked absent.
 
-Each profile has notes on what is assumed, and on layers that wait for their host.
+The notes of each profile say what is assumed, and which layers wait for the host to start their kernels.
 """
 
 import sys
@@ -31,13 +31,13 @@ ABSENT = Sourced(0.0, Source.ABSENT)
 
 _MAX_NOTES = 150
 _MAX_CHARACTERS = 400
-"""Maximum characters of a note: with _MAX_NOTES, notes stay within what a profile's reader accepts."""
+"""Maximum number of characters of a note. With _MAX_NOTES it keeps notes within what a profile's reader accepts."""
 
 _WEAKNESS = (Source.MEASURED, Source.DERIVED, Source.ASSUMED, Source.ABSENT)
 
 
 def state_row(type_name: str, tp_size: int, parameter_bytes: Sourced) -> StateRow:
-    """A row of AdamW, whose gradients are in float32 as the parameters are; times are absent."""
+    """Return a row of states under AdamW with gradients in float32, like the parameters; times are absent."""
     size = round(parameter_bytes.value)
     return StateRow(
         type=type_name,
@@ -67,12 +67,12 @@ def noted(notes: Iterable[str]) -> str:
 
 
 def made_from(*files: Path | None) -> Iterator[str]:
-    """Yield a sentence for each file that a profile is made from."""
+    """Yield a sentence with name and hash for each file that a profile is made from; None is skipped."""
     yield from (f"Made from {file.name}, SHA-256 {sha256_of_file(file)}." for file in files if file is not None)
 
 
 def assumed_backward(options: ImportModelOptions) -> str:
-    """The sentence that backward times are assumed, since the files have none."""
+    """Return the sentence that backward times are assumed, since the files have none."""
     return (
         f"Backward is assumed to take {options.backward_ratio:g} times forward, and with full recomputation"
         " one forward more."
@@ -80,7 +80,7 @@ def assumed_backward(options: ImportModelOptions) -> str:
 
 
 def write_imported(out: Path, profile: HardwareProfile | ModelProfile) -> None:
-    """Write a profile; print its notes, a line each, and its path on standard error."""
+    """Write a profile; print its notes, one per line, and its path on standard error."""
     write_profile(out, profile)
     for line in profile.provenance.notes.splitlines():
         print(f"note: {line}", file=sys.stderr)
@@ -101,7 +101,7 @@ def imported_profile(
     layers: Iterable[LayerRow],
     states: Iterable[StateRow],
 ) -> ModelProfile:
-    """Return the profile of a model measured by another system through NCCL, on an unknown date."""
+    """Return the profile of a model that another system measured with NCCL, on an unknown date."""
     origin = ProfileOrigin(
         model=model.name,
         architecture_sha256=model.architecture_sha256,
@@ -116,9 +116,10 @@ def imported_profile(
 def profile_of(
     origin: ProfileOrigin, provenance: Provenance, layers: Iterable[LayerRow], states: Iterable[StateRow]
 ) -> ModelProfile:
-    """Return the profile with these rows; process and overhead are absent.
+    """Return the profile with these rows; the process and the step overhead are absent.
 
-    Curves go through what was measured only: points off a line would make it look better than it is.
+    Curves are fitted only to rows with measured forward times: points computed from a line would make the fit look
+    better than it is.
     """
     ordered = sorted(layers, key=lambda row: row.key)
     process = ProcessRow(
@@ -146,7 +147,7 @@ def profile_of(
 # Hardware profiles: times by bandwidth.
 
 _SIZES = (1024, MIB, 1024 * MIB)
-"""Message sizes in bytes at which a bandwidth is turned into times; between them the line is straight."""
+"""Message sizes in bytes at which a bandwidth is turned into times; times between them lie on a straight line."""
 
 
 class HardwarePoint(NamedTuple):
@@ -161,9 +162,10 @@ class HardwarePoint(NamedTuple):
 def link_points(
     key: CollectiveKey, bytes_per_s: float, source: Source, sizes: Sequence[int] = _SIZES
 ) -> Iterator[HardwarePoint]:
-    """Yield times by bandwidth without latency: the link's for p2p, the bus bandwidth of nccl-tests for collectives.
+    """Yield times from a bandwidth, without latency.
 
-    Among n ranks an all-reduce moves 2(n-1)/n of its message, the others (n-1)/n.
+    `bytes_per_s`: the bandwidth of the link for p2p, the bus bandwidth as nccl-tests defines it for collectives. Among
+    n ranks an all-reduce moves 2(n-1)/n of its message, the other collectives (n-1)/n.
     """
     n = key.group_size
     shares = {Collective.ALL_REDUCE: 2 * (n - 1) / n, Collective.P2P: 1.0}
@@ -172,7 +174,7 @@ def link_points(
 
 
 def halves(reduce: HardwarePoint) -> Iterator[HardwarePoint]:
-    """Yield the gather and the scatter that an all-reduce consists of on a ring (Patarasuk & Yuan 2009)."""
+    """Yield the all-gather and the reduce-scatter of which an all-reduce consists on a ring (Patarasuk & Yuan 2009)."""
     for collective in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
         key = CollectiveKey.from_fields(reduce.key, collective=collective)
         yield HardwarePoint(key, reduce.message_bytes, reduce.time_s / 2, Source.DERIVED)
@@ -199,7 +201,7 @@ def hardware_profile(
     )
 
 
-# Models of which only the types of layers are known.
+# Models whose layers are known only by type.
 
 _STATES = "hidden_states"
 _ELEMENT_BYTES = 4
@@ -215,11 +217,11 @@ class FlatType(NamedTuple):
     features: int
     """Number of features of a position."""
     heads: int
-    """Number of heads, which tp_size must divide."""
+    """Number of attention heads, which tp_size must divide."""
 
 
 def parse_type(text: str) -> FlatType:
-    """The type described by NAME,LAYERS,POSITIONS,FEATURES,HEADS; raises BadInput if the text is not of this form."""
+    """Return the type that NAME,LAYERS,POSITIONS,FEATURES,HEADS describes; raise BadInput for text of another form."""
     name, *numbers = text.split(",")
     good = len(numbers) == 4 and all(len(n) < 9 and n.isascii() and n.isdigit() and int(n) for n in numbers)
     if not good or not name.isidentifier() or name in (EMBEDDING, HEAD):
@@ -234,11 +236,12 @@ def flat_model(
     parameters_bytes: Mapping[str, float],
     config: Mapping[str, object],
 ) -> Model:
-    """Return the model of these types, in order, each with one parameter of the given bytes in float32.
+    """Return the model with layers of these types, in order; each type has one flat float32 parameter.
 
-    `parameters_bytes` holds those of one layer of each type, of the embedding and of the head. Operations are counted
-    as 2 a parameter and position, attention's own left out. Each layer communicates as Megatron's attention and MLP do
-    (Shoeybi et al. 2019); embedding and head share their vocabulary.
+    `parameters_bytes`: the bytes of the parameters of one layer, for each type, the embedding and the head. A layer
+    counts as 2 operations per parameter and position, without attention scores; embedding and head as 2 per parameter.
+    Each layer communicates as Megatron's attention and MLP do (Shoeybi et al. 2019); tensor parallelism splits the
+    vocabulary of embedding and head.
     """
     if len({kind.name for kind in types}) < len(types):
         raise BadInput("--type", "two types have the same name", "give each another name")
@@ -301,13 +304,13 @@ def _numel(parameters_bytes: float) -> int:
     return max(1, round(parameters_bytes / _ELEMENT_BYTES))
 
 
-# Layers that are bound by kernel launches on the host: sharding them further does not make them faster.
+# Layers whose time is bound by kernel launches on the host: sharding them further does not make them faster.
 
 
 LAUNCH_BOUND = "launch-bound"
-"""First word of a note on such a layer; predictions repeat it."""
+"""First word of the note on a layer whose time is bound by kernel launches; predictions repeat it."""
 _STARTING_S = 60e-6
-"""Time for each kernel up to which a layer may wait for its host.
+"""Seconds per kernel up to which a layer is taken to wait for its host.
 
 Galvatron's blocks of BERT take 50 to 59 us for each of 35 kernels at every length from 128 to 2,048 tokens, and
 FASOP's layers 33 to 59 us at every tp_size, however much there is to compute.
@@ -315,7 +318,7 @@ FASOP's layers 33 to 59 us at every tp_size, however much there is to compute.
 
 
 def launch_notes(model: Model, rows: Iterable[LayerRow]) -> Iterator[str]:
-    """Yield a sentence for each type of layer that is bound by launches and scaled to sizes that were not measured."""
+    """Yield a sentence for each layer type that is bound by kernel launches and was scaled to sizes not measured."""
     known = list(rows)
     for name in block_types(model):
         kernels, alike = block_kernels(model.types[name]), [row for row in known if row.type == name]
@@ -339,6 +342,6 @@ def _span(values: Iterable[float]) -> str:
 
 
 def _where(rows: Iterable[LayerRow]) -> str:
-    """Return, in words, the columns in which these rows were measured."""
+    """Return, in words, the ranges of micro-batch size, tp_size and length of these rows."""
     known, columns = list(rows), ("micro_batch_size", "tp_size", "sequence_length")
     return ", ".join(f"{name} {_span(getattr(row, name) for row in known)}" for name in columns)

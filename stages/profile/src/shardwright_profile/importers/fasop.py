@@ -1,4 +1,4 @@
-"""Profiles from FASOP's inputs: one forward time per kind of layer at micro-batch 1, and bandwidths."""
+"""Profiles from FASOP's inputs: one forward time per kind of layer at micro-batch size 1, and bandwidths."""
 
 import csv
 import math
@@ -38,7 +38,7 @@ Kinds = Mapping[tuple[int, str], float]
 
 
 FasopTimes = Mapping[tuple[str, str], Kinds]
-"""Layer times by model and GPU."""
+"""Seconds of layers by model and GPU."""
 
 
 class _Links(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,7 +54,7 @@ class FasopConstants(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     bandwidth_bits_per_s: dict[str, dict[str, _Links]]
     """Bandwidths in bits per second by setting and GPU, as on the data sheet."""
     bandwidth_divisors: _Links
-    """Divisors of the bandwidths: FASOP's cost model uses the quotients."""
+    """Divisors of the bandwidths: FASOP's cost model uses the bandwidths divided by these."""
     gpus_per_node: dict[str, Annotated[int, Meta(ge=1, le=64)]]
     usable_memory_gib: dict[str, Positive]
     usd_per_node_hour: dict[str, dict[str, Positive]]
@@ -66,11 +66,11 @@ class FasopConstants(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class FasopGrowth(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Factors, hard-coded in FASOP's source, by which a layer's time grows from micro-batch 1."""
+    """Factors, hard-coded in FASOP's source, of a layer's time relative to its time at micro-batch size 1."""
 
     citation: str
     factors: dict[str, dict[str, dict[str, Factors]]]
-    """Factors by model, GPU and kind of layer; without a factor, times are proportional."""
+    """Factors by model, GPU and kind of layer; without factors, times are proportional to the micro-batch size."""
 
 
 _Figures = TypeVar("_Figures", FasopConstants, FasopGrowth)
@@ -87,13 +87,13 @@ class FasopRequest(NamedTuple):
 
     @property
     def factors(self) -> Mapping[str, Factors]:
-        """The model's factors on the GPU by kind of layer; empty if all times grow in proportion."""
+        """Return the model's factors on the GPU by kind of layer; empty if there are none: times are proportional."""
         known = {} if self.growth is None else self.growth.factors
         return known.get(self.options.model_name, {}).get(self.options.gpu, {})
 
 
 def read_fasop_times(file: Path) -> FasopTimes:
-    """A table of layer times; lines that start with `#` are comments. BadInput names the line that is wrong."""
+    """Return the layer times of a CSV file, in which `#` begins a comment; raise BadInput naming a wrong line."""
     try:
         lines = read_bytes(file, _MAX_BYTES).decode("ascii").splitlines()
     except UnicodeDecodeError:
@@ -114,8 +114,8 @@ def read_fasop_times(file: Path) -> FasopTimes:
 def import_fasop(request: FasopRequest) -> ModelProfile:
     """Return the profile of one model on one GPU; optimizer and overheads are absent, memory is estimated.
 
-    Raises BadInput if the table has no such model or GPU, or lacks a kind of layer, and if the description is of
-    another length or of a family of which nothing is known.
+    Raises BadInput if the table does not have the model, the GPU or a kind of layer, and if the model description has
+    another sequence length or another number of layer types.
     """
     options = request.options
     table = request.times.get((options.model_name, options.gpu))
@@ -149,7 +149,11 @@ def _cells(file: Path, line: int, cells: Sequence[str]) -> tuple[str, str, int, 
 
 
 def _times_by_type(request: FasopRequest, table: Kinds, tp_size: int) -> dict[str, Sourced]:
-    """Return the time of each of the model's types; the head gets what FASOP's kinds of layer add to a plain layer."""
+    """Return the forward seconds of each layer type, from FASOP's kinds of layer.
+
+    For a model of encoder and decoder, the embedding is the sum of both embeddings, and the head is what the kinds
+    `..._plus_post` add to a plain block.
+    """
     options = request.options
 
     def time_of(kind: str) -> float:
@@ -176,15 +180,15 @@ def _times_by_type(request: FasopRequest, table: Kinds, tp_size: int) -> dict[st
 
 
 def _block_kinds(table: Kinds) -> tuple[str, ...]:
-    """The kinds of the model's blocks, in the order of its types."""
+    """Return FASOP's kinds of the model's blocks, in the order of the model's types."""
     return ("transformer",) if (1, "transformer") in table else ("encoder", "decoder")
 
 
 def grown(factors: Mapping[int, float], size: int) -> float:
-    """Return the factor of a micro-batch size, as in FASOP's source.
+    """Return the time of a micro-batch size relative to micro-batch size 1, as in FASOP's source.
 
-    Sizes below the first that has a factor take as long as one sample, those above the last grow in proportion, and
-    those between two take the factor of the smaller one in proportion.
+    `factors`: the known ratios by size. A size below the smallest known one takes as long as one sample; any other
+    grows in proportion from the largest known size that does not exceed it.
     """
     below = [known for known in factors if known <= size]
     return factors[max(below)] * size / max(below) if below else 1.0
@@ -207,7 +211,7 @@ def _rows(request: FasopRequest, tp_size: int, times: Mapping[str, Sourced]) -> 
 
 
 def _memory(request: FasopRequest, strategy: LayerStrategy, size: int) -> Iterator[Sourced]:
-    """Yield activations and workspace, estimated from the model's shapes; FASOP computes them by a formula."""
+    """Yield the bytes of activations and workspace, estimated from the model's shapes; FASOP has a formula for them."""
     precision = request.options.formats
     for value in estimate_memory(request.model, strategy.type, strategy, size, precision, Attention.EAGER):
         yield Sourced(value, Source.ANALYTIC)
@@ -241,7 +245,7 @@ def _notes(request: FasopRequest, by_type: Mapping[int, Mapping[str, Sourced]]) 
 
 
 def read_fasop(file: Path, kind: type[_Figures]) -> _Figures:
-    """FASOP's constants or growth factors; raises BadInput if the file cannot be right."""
+    """Return FASOP's constants or growth factors from a file; raise BadInput if the file is not valid."""
     try:
         return msgspec.convert(read_object(file, _MAX_BYTES), kind, str_keys=True)
     except msgspec.ValidationError as error:
@@ -262,9 +266,9 @@ def write_fasop_hardware(options: FasopHardwareOptions) -> None:
 
 
 def fasop_hardware(constants: FasopConstants, options: FasopHardwareOptions) -> HardwareProfile:
-    """A hardware profile from bandwidths only, all derived.
+    """Return a hardware profile from FASOP's bandwidths only; all its times are derived.
 
-    Raises BadInput without constants for the GPU or setting.
+    Raises BadInput if the constants do not have the GPU or the setting.
     """
     file, setting, gpu = options.constants, options.setting, options.gpu
     links = constants.bandwidth_bits_per_s.get(setting, {}).get(gpu)
@@ -297,7 +301,7 @@ def _inside(a_node: int, bytes_per_s: float) -> Iterator[documents.HardwarePoint
 
 
 def _between(nodes: int, a_node: int, bytes_per_s: float) -> Iterator[documents.HardwarePoint]:
-    """Yield the points of groups with equally many ranks on each of their nodes, which share a node's network."""
+    """Yield the points of groups across nodes, with equally many ranks on each; all groups share a node's network."""
     even = (size for size in range(1, a_node + 1) if a_node % size == 0)
     for on_a_node, on_nodes, collective in product(even, range(2, nodes + 1), Collective):
         if collective is not Collective.P2P:
@@ -310,7 +314,7 @@ def _between(nodes: int, a_node: int, bytes_per_s: float) -> Iterator[documents.
 
 
 def _sharing(key: CollectiveKey, a_node: int) -> float:
-    """Return the bytes that leave each node divided by the bytes that a rank sends; an all-to-all is partly local."""
+    """Return the bytes that leave a node divided by the bytes that one rank sends; an all-to-all is partly local."""
     if key.collective is Collective.ALL_TO_ALL:
         return a_node * (key.group_size - key.ranks_per_node) / (key.group_size - 1)
     return a_node / key.ranks_per_node

@@ -1,4 +1,4 @@
-"""The fit of a model profile to measured probes: parameters, ZeRO, process and a check of context parallelism."""
+"""The fit of a model profile to measured probes: layers, states, ZeRO, process, and a check of context parallelism."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -49,27 +49,27 @@ from shardwright_profile.model.probes import is_apart
 
 
 class OptimizerLine(NamedTuple):
-    """The time of the optimizer's step: `constant_s + s_per_parameter * parameters of a rank`."""
+    """The seconds of the optimizer's step: `constant_s + s_per_parameter * parameters of a rank`."""
 
     constant_s: float
     s_per_parameter: float
 
 
 class ZeroRates(NamedTuple):
-    """The times that ZeRO adds, in seconds for each sharded parameter."""
+    """The times that ZeRO adds, in seconds per sharded parameter."""
 
     ranks: int
     scatter_s: float
-    """Seconds that reducing gradients adds to a step."""
+    """Seconds that the reduction of gradients adds to a step, per trained parameter."""
     gather_s: float
-    """Seconds that gathering parameters adds to a pass of a microbatch."""
+    """Seconds that gathering parameters adds to one pass of a microbatch, per parameter."""
 
 
 def fit_profile(measurements: Sequence[tuple[Path, Measurement]]) -> ModelProfile:
-    """Return the profile that the probes determine; points are stored as measured, except for `with_replays`.
+    """Return the profile that the probes determine; points are stored as measured, except as in `with_replays`.
 
-    The same probes give the same profile, in whatever order their files come. Raises BadInput, naming the probes, if
-    they cannot be compared, if one is missing, and if noise hides the cost of a layer.
+    The same probes give the same profile, whatever the order of their files. Raises BadInput naming the probes if they
+    cannot be compared, if one is missing, or if noise hides the cost of a layer.
     """
     origin, provenance, results = read_probes(measurements)
     all_probes = tuple(probe for probe in results if probe.cp_size == 1)
@@ -110,7 +110,7 @@ def fit_profile(measurements: Sequence[tuple[Path, Measurement]]) -> ModelProfil
 
 
 def _process(probes: Sequence[ProbeResult], line: OptimizerLine) -> ProcessRow:
-    """Return the row of the largest process, and the overhead of a step that no other row explains."""
+    """Return the row of the process with the most memory, and of the time of a step that no other row explains."""
     overhead_s = max(0.0, median(_unexplained_s(probe) for probe in probes))
     return ProcessRow(
         process_bytes=max(probe.process_bytes for probe in probes),
@@ -138,15 +138,15 @@ _STATE_BYTES: tuple[tuple[str, Callable[[ProbeResult], int]], ...] = (
 
 
 def parameter_parts(probe: ProbeResult) -> int:
-    """The number of ranks among which tensor parallelism splits the parameters of layers."""
+    """Return the number of ranks among which tensor parallelism splits the parameters of layers."""
     return axes_of(probe.plan.layers[0]).dense.tensor.size
 
 
 def fit_optimizer_line(probes: Sequence[ProbeResult]) -> OptimizerLine:
     """Return the least-squares line through the optimizer times of all probes, with non-negative coefficients.
 
-    If the free line has a negative coefficient, the best line with that one at zero is taken, which is the optimum
-    under the constraint (Lawson & Hanson 1974), so that no layer's optimizer time is ever negative.
+    If the unconstrained line has a negative coefficient, the best line with that coefficient at zero is taken: the
+    optimum under the constraint (Lawson & Hanson 1974). Thus no layer's optimizer time is negative.
     """
     sizes = [float(_rank_parameters(probe)) for probe in probes]
     times_s = [probe.optimizer_s for probe in probes]
@@ -163,13 +163,14 @@ def fit_optimizer_line(probes: Sequence[ProbeResult]) -> OptimizerLine:
 
 
 def fit_states(pairs: Sequence[LayerPair], line: OptimizerLine, zero: ZeroRates | None) -> tuple[StateRow, ...]:
-    """Return one row per tp_size and layer type with its bytes and optimizer time.
+    """Return one row per tp_size and layer type: bytes of states, and times of optimizer, reduction and ZeRO.
 
-    A block's bytes are the difference of its probes, the most over strategies and micro-batch sizes. What the layers
-    leave over is split between embedding, head and types of which probes have one layer, by their numbers of
-    parameters, or of trained ones. Time of the gradient reduction is divided by gradient bytes. Probes under Ulysses
-    are left out: their parameters are not split by tp_size. Probes whose embedding and head are sharded otherwise give
-    their layers' bytes and optimizer time only: their ranks reduce in several groups at once.
+    A block's bytes are the difference of its probes, the maximum over strategies and micro-batch sizes. The remaining
+    bytes of a probe are divided among embedding, head and the types that occur once, in proportion to their parameters
+    or, for gradients and optimizer states, to their trained parameters. The time of the gradient reduction is
+    proportional to the gradient bytes. Probes under Ulysses are left out: tp_size does not split their parameters.
+    Probes whose embedding and head are sharded differently from their layers give only the bytes and optimizer times of
+    their layers: their ranks reduce in several groups at once.
     """
     usable = [pair for pair in pairs if not axes_of(pair.few.plan.layers[0]).exchanges_heads]
     if not usable:
@@ -192,7 +193,7 @@ def _state_rows(
     for name in (EMBEDDING, *pairs[0].few.counts, HEAD) if uniform else pairs[0].few.counts:
         parameters, gradients, optimizer = (column[name] for column in columns)
         count, trained = model.types[name].parameter_count(tp_size), model.types[name].trained_count(tp_size)
-        # All derived: times come off a line, and the bytes of embedding and head from a split.
+        # All are derived: times come from a line, and the bytes of embedding and head from a division of the rest.
         yield StateRow(
             type=name,
             tp_size=tp_size,
@@ -221,9 +222,9 @@ def _reduction_ranks(probes: Sequence[ProbeResult]) -> int:
 
 
 def _reduction_s_per_byte(probes: Sequence[ProbeResult]) -> float:
-    """Return the slope, at least zero, of the least-squares line through zero of the probes' reduction times.
+    """Return the seconds per gradient byte of the reduction: a least-squares slope through zero, at least 0.
 
-    A time is the difference of two backward passes, so single ones may be negative from noise.
+    A reduction time is the difference of two backward passes, so noise may make single ones negative.
     """
     together = sum(probe.gradient_bytes * probe.reduction_s for probe in probes)
     squares = sum(probe.gradient_bytes**2 for probe in probes)
@@ -233,7 +234,7 @@ def _reduction_s_per_byte(probes: Sequence[ProbeResult]) -> float:
 def _state_bytes(
     tp_size: int, pairs: Sequence[LayerPair], quantity: str, bytes_of: Callable[[ProbeResult], int]
 ) -> dict[str, int]:
-    """The bytes of one kind of state by layer type."""
+    """Return the bytes of one kind of state on the fullest rank, by layer type."""
     by_type: dict[str, int] = {}
     for pair in pairs:
         by_type[pair.type] = max(by_type.get(pair.type, 0), bytes_per_layer(pair, quantity, bytes_of))
@@ -255,7 +256,7 @@ def _state_bytes(
 
 
 def _rank_parameters(probe: ProbeResult) -> int:
-    """Return the number of parameters that the optimizer of one rank updates; tied ones count once."""
+    """Return the number of parameters that the optimizer of one rank updates; tied parameters count once."""
     model, ends = probe.plan.model, axes_of(probe.plan.head).dense.tensor.size
     of_layers = sum(model.types[name].trained_count(parameter_parts(probe)) for name in model.layers)
     of_ends = sum(model.types[name].trained_count(ends) for name in (EMBEDDING, HEAD))
@@ -268,9 +269,9 @@ def _tied_parameters(model: Model, parts: int) -> int:
 
 
 def zero_rates(probes: Sequence[ProbeResult]) -> ZeroRates | None:
-    """Return the rates of ZeRO's messages, relative to the otherwise equal DDP probe; None if a probe is missing.
+    """Return the times that ZeRO's messages add, compared with DDP for the same layers; None if a probe is missing.
 
-    The first gather of each pass is spared, for the pass before ended with that layer (`gathers_spared`).
+    The first gather of each pass is spared, because the previous pass ended with that layer (`gathers_spared`).
     """
     by_kind = {probe.data_parallel: probe for probe in probes}
     zero2, zero3 = by_kind.get(DataParallel.ZERO2), by_kind.get(DataParallel.ZERO3)
@@ -289,7 +290,7 @@ def zero_rates(probes: Sequence[ProbeResult]) -> ZeroRates | None:
 
 
 def _plain_microbatch_s(zero3: ProbeResult, probes: Sequence[ProbeResult]) -> float | None:
-    """Return the micro-batch time of a ZeRO-3 probe's layers under DDP, from DDP probes of different lengths."""
+    """Return the microbatch seconds of a ZeRO-3 probe's layers under DDP, from DDP probes with fewer layers."""
     alike = [probe for probe in probes if probe.data_parallel is DataParallel.DDP and probe.key == zero3.key]
     if not alike:
         return None
@@ -297,13 +298,13 @@ def _plain_microbatch_s(zero3: ProbeResult, probes: Sequence[ProbeResult]) -> fl
     return few.microbatch_s + sum(probe.microbatch_s - few.microbatch_s for probe in alike)
 
 
-# A check of derived times under context parallelism: measured probes of one share over the derived times.
+# A check of derived times under context parallelism: the measured times of one rank's share over the derived times.
 
 
 def context_rows(
     probes: Sequence[ProbeResult], layers: Sequence[LayerRow], fits: Sequence[FitRow]
 ) -> Iterator[ContextRow]:
-    """Yield the check of each type of layer by each cp_size that was probed.
+    """Yield measured times and their ratios to the derived times, for each cp_size and layer type that was probed.
 
     Raises BadInput if the points determine no curve over micro-batch sizes and lengths.
     """
@@ -328,7 +329,7 @@ def context_rows(
 
 
 def context_notes(rows: Sequence[ContextRow]) -> Iterator[str]:
-    """Yield a sentence on each check of derived context-parallel times."""
+    """Yield a sentence on each check of times derived for context parallelism."""
     for row in rows:
         ratios = f"{row.forward_ratio:.3g} times the derived forward time, {row.backward_ratio:.3g} times the backward"
         length = f"{row.sequence_length} tokens on {row.cp_size} ranks"
@@ -341,7 +342,7 @@ _TIMES = (Quantity.FORWARD_S, Quantity.BACKWARD_S)
 def _derived_s(
     pair: LayerPair, key: LayerKey, quantity: Quantity, layers: Sequence[LayerRow], fits: Sequence[FitRow]
 ) -> float:
-    """Return a time as derived for a plan: the part's own time, and the time of attention to the other parts."""
+    """Return the seconds that the planner derives for one rank's share: its own, plus attention to the other shares."""
     strategy = key.without("micro_batch_size", "sequence_length")
     curve = next(
         (fit for fit in fits if fit.mode is FitMode.JOINT and fit.quantity is quantity and fit.key == strategy), None

@@ -1,6 +1,6 @@
 """The layers of a profile, fitted to probes: blocks, ends, layers that occur once, and layers without their experts.
 
-Noise hides small times: what is taken instead, and which times are doubtful, the profile's notes list.
+Noise hides small times: the profile's notes list what is taken instead, and which times are doubtful.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -34,11 +34,11 @@ from shardwright_profile.model.probe_results import (
 )
 
 LIKELY = 3.0
-"""Number of standard errors beyond which a difference is hardly chance."""
+"""Number of standard errors above which a difference is hardly due to chance."""
 
 
 def block_rows(pairs: Sequence[LayerPair]) -> Iterator[LayerRow]:
-    """Yield each block type under each key: the difference of its two probes, with the workspace of the shorter one."""
+    """Yield a row for each block type and key: the difference of two probes, with the workspace of the smaller one."""
     for pair in pairs:
         figures = LayerFigures(
             _measured(*seconds_per_layer(pair, FORWARD)),
@@ -54,16 +54,17 @@ def _held_bytes(probe: ProbeResult) -> int:
 
 
 def _backward(pair: LayerPair) -> Sourced:
-    """The time of a block's backward pass, which does not go through layers before the first trained one."""
+    """Return the seconds of a block's backward pass: 0 if it comes before the first trained layer."""
     if not pair.few.plan.model.types[pair.type].has_backward:
         return Sourced(0.0, Source.DERIVED)
     return _measured(*seconds_per_layer(pair, BACKWARD))
 
 
 def end_rows(probes: Sequence[ProbeResult]) -> Iterator[LayerRow]:
-    """Yield embedding and head under each key without recomputation: mean time and largest memory of its probes.
+    """Yield rows of embedding and head for each key without recomputation: mean time and largest memory of its probes.
 
-    Those whose embedding and head are sharded otherwise than the layers have none: others are of their strategy.
+    Probes whose embedding and head are sharded differently from their layers are left out: probes of another key have
+    that strategy throughout.
     """
     plain = (probe for probe in probes if probe.is_uniform and probe.key.recompute is Recompute.NONE)
     for key, alike in rows_by_key(plain).items():
@@ -79,7 +80,7 @@ def end_rows(probes: Sequence[ProbeResult]) -> Iterator[LayerRow]:
 
 
 def _measured(value: float, error: float = 0.0) -> Sourced:
-    """Return a measured number with its standard error."""
+    """Return a number marked as measured, with its standard error."""
     return Sourced(value, Source.MEASURED, error)
 
 
@@ -87,17 +88,17 @@ def _measured(value: float, error: float = 0.0) -> Sourced:
 
 
 def _mean_of(durations: Sequence[Duration]) -> Duration:
-    """The mean of durations with independent errors, as of probes measured separately."""
+    """Return the mean of durations whose errors are independent, as for probes that were measured separately."""
     count = len(durations)
     return Duration(mean(d.median_s for d in durations), hypot(*(d.error_s for d in durations)) / count)
 
 
 def with_replays(rows: Iterable[LayerRow]) -> Iterator[LayerRow]:
-    """Yield the rows of blocks with one forward time for all kinds of recomputation, and no recomputation for free.
+    """Yield the rows of blocks with the same forward time for all kinds of recomputation, and no free recomputation.
 
-    All kinds run the same forward pass: its time is the mean over them. Full recomputation repeats that pass, so its
-    time stands in, marked derived, if noise hides the repetition. Other kinds repeat a part of it: their backward
-    pass takes no less than the one without recomputation.
+    All kinds run the same forward pass, so its time is the mean over them. Full recomputation repeats that pass: if
+    noise hides the repetition, the forward time is taken for it, marked derived. Other kinds repeat a part of the pass:
+    their backward pass takes at least as long as the backward pass without recomputation.
     """
     for alike in rows_by_key(rows, "recompute").values():
         forward = _mean_of([Duration(row.forward_s, row.forward_error_s) for row in alike])
@@ -108,7 +109,7 @@ def with_replays(rows: Iterable[LayerRow]) -> Iterator[LayerRow]:
 
 
 def _with_replay(row: LayerRow, plain: LayerRow) -> LayerRow:
-    """Return a row whose backward pass includes recomputation, corrected if noise hides it."""
+    """Return a row with recomputation; if noise hides that in its backward time, the time is corrected."""
     replay = Duration(row.backward_s - plain.backward_s, hypot(row.backward_error_s, plain.backward_error_s))
     if row.recompute is Recompute.FULL and replay.median_s <= LIKELY * replay.error_s:
         replay = Duration(row.forward_s, row.forward_error_s)
@@ -125,7 +126,7 @@ def _with_replay(row: LayerRow, plain: LayerRow) -> LayerRow:
 
 
 def hidden_replays(measured: Iterable[LayerRow], fitted: Iterable[LayerRow]) -> Iterator[str]:
-    """Yield a sentence for each backward time that noise made doubtful and that was replaced."""
+    """Yield a sentence for each backward time that was replaced because noise hides its recomputation."""
     times_s = {row.key: row.backward_s for row in measured}
     for row in fitted:
         if times_s.get(row.key) and row.backward_source is Source.DERIVED:
@@ -138,15 +139,15 @@ def hidden_replays(measured: Iterable[LayerRow], fitted: Iterable[LayerRow]) -> 
 
 # Layers that occur only once in each probe, such as patch merging between stages: their time is the remainder.
 #
-# They pass on another shape than they receive, so that none can follow itself. A key's shortest probe has one of each.
+# Their output has another shape than their input, so none can follow itself. Every probe has one of each type.
 
 
 def rest_rows(pairs: Sequence[LayerPair]) -> Iterator[LayerRow]:
-    """Yield a row for each type that occurs once in probes, under each key.
+    """Yield a row for each key and each layer type that occurs once in probes.
 
-    Times are what the shortest probe takes beyond its other layers, divided by operations. If noise hides that,
-    it takes as long for an operation as the layer before it does. Memory is divided by the size of what is handed
-    on. The workspace is the shortest probe's.
+    The time that the probe with the fewest layers takes in addition to its other layers is divided among these types
+    in proportion to their operations. If noise hides that time, a type takes as long per operation as the layer before
+    it. The activations are divided in proportion to the sizes of the outputs. The workspace is that probe's.
     """
     for alike in _by_key(pairs):
         few = alike[0].few
@@ -162,7 +163,7 @@ def rest_rows(pairs: Sequence[LayerPair]) -> Iterator[LayerRow]:
 
 
 def hidden_rests(pairs: Sequence[LayerPair]) -> Iterator[str]:
-    """Yield a sentence for each time that noise hid, and that other layers' time replaces."""
+    """Yield a sentence for each time that noise hides and that is replaced by other layers' time per operation."""
     for alike in _by_key(pairs):
         few, model = alike[0].few, alike[0].few.plan.model
         has_backward = all(model.types[name].has_backward for name in model.reshaping)
@@ -176,7 +177,7 @@ def hidden_rests(pairs: Sequence[LayerPair]) -> Iterator[str]:
 
 
 def _by_key(pairs: Sequence[LayerPair]) -> Iterator[list[LayerPair]]:
-    """Yield the pairs of each key, which have the shortest probe in common, for models with such layers."""
+    """Yield the pairs of each key, which have the probe with the fewest layers in common, if layers occur only once."""
     by_key: dict[LayerKey, list[LayerPair]] = {}
     for pair in pairs:
         if pair.few.plan.model.reshaping:
@@ -185,7 +186,7 @@ def _by_key(pairs: Sequence[LayerPair]) -> Iterator[list[LayerPair]]:
 
 
 def _times(alike: Sequence[LayerPair], name: str) -> Iterator[Duration]:
-    """Yield the forward and the backward time of a layer."""
+    """Yield the forward and the backward time of the layer of a type that occurs once."""
     model = alike[0].few.plan.model
     operations = {each: model.types[each].forward_flops_per_sample for each in (*model.reshaping, *model.layers)}
     before = model.layers[model.layers.index(name) - 1]
@@ -200,7 +201,7 @@ def _times(alike: Sequence[LayerPair], name: str) -> Iterator[Duration]:
 
 
 def _rest(alike: Sequence[LayerPair], quantity: str) -> Duration:
-    """Return the time of a key's shortest probe minus that of the layers of which other probes have more."""
+    """Return the time of the probe with the fewest layers, minus the time of its layers that have a pair of probes."""
     few = alike[0].few
     whole = few.times(quantity).slowest
     pairs = [p for p in alike if quantity != BACKWARD or few.plan.model.types[p.type].has_backward]
@@ -221,18 +222,18 @@ def _activation_bytes(alike: Sequence[LayerPair], name: str) -> int:
     return max(0, _held_bytes(few) - others) * sizes[name] // sum(sizes.values())
 
 
-# Layers with experts in two parts: the measured cost of the experts, and the rest of the measured layer.
+# Layers with experts, in two parts: the measured cost of the experts, and the rest of the measured layer.
 
 
 def _of_experts(kind: Recompute) -> Recompute:
-    """Return the kind of recomputation that is measured for what this one does to experts."""
+    """Return the measured kind of recomputation that treats experts in the same way as this kind."""
     if kind.replays_experts:
         return Recompute.SELECTIVE if kind is Recompute.SELECTIVE else Recompute.FULL
     return Recompute.ACTIVATIONS if RecomputedPart.EXPERT_ACTIVATIONS in kind.parts else Recompute.NONE
 
 
 _LEAST = 0.01
-"""The least share of a layer's time that remains without its experts, if noise hides the remainder."""
+"""Minimum share of a layer's time that is taken to remain without its experts."""
 
 
 def fit_experts(
@@ -241,9 +242,10 @@ def fit_experts(
     layers: Sequence[LayerRow],
     apart: Sequence[LayerRow],
 ) -> tuple[list[ExpertRow], list[LayerRow]]:
-    """Return rows of experts and of their layers without them, at the speed of `probe`; none if none were measured.
+    """Return the rows of experts, and the rows of layers without their experts; none if no experts were measured.
 
-    `layers`: rows of whole layers; `apart`: of those whose ranks have all experts each, for positions of their own.
+    Times are scaled to the machine's speed at `probe`. `layers`: rows of whole layers. `apart`: rows of layers in which
+    each rank has all experts, and positions of its own.
     """
     measured = [one for _, m in measurements if m.experts is not UNSET for one in m.experts]
     if not measured:
@@ -266,7 +268,7 @@ def _check_once(measured: Sequence[ExpertMeasurement], file: Path) -> None:
 def _expert_rows(
     measured: Iterable[ExpertMeasurement], kinds: Collection[Recompute], reference_s: float
 ) -> Iterator[ExpertRow]:
-    """Yield the rows of experts for the kinds of recomputation that layers have, at a speed of the machine."""
+    """Yield the rows of experts for these kinds of recomputation, with times scaled to a speed of the machine."""
     for one in measured:
         by = reference_s / one.reference_s
         figures = LayerFigures(
@@ -281,7 +283,7 @@ def _expert_rows(
 
 
 def _rests(model: Model, experts: Sequence[ExpertRow], layers: Iterable[LayerRow]) -> Iterator[LayerRow]:
-    """Yield the rows of layers without their experts; in these probes each rank has all experts."""
+    """Yield the rows of layers without their experts; in the probes of `layers` each rank has all experts."""
     for row in layers:
         if (kind := model.types[row.type].experts) is UNSET:
             continue
@@ -296,7 +298,7 @@ def _layout(row: LayerRow) -> Layout:
 
 
 def _at(experts: Sequence[ExpertRow], key: ExpertKey, rows: int) -> LayerFigures[float]:
-    """Return the figures of experts at a number of rows, interpolated between measured ones."""
+    """Return the figures of experts at a number of rows, interpolated linearly between the measured ones."""
     points = sorted((row for row in experts if row.key.without("rows") == key), key=lambda row: row.rows)
     columns = zip(*(row.figures for row in points), strict=True)
     sizes = [row.rows for row in points]
@@ -305,9 +307,10 @@ def _at(experts: Sequence[ExpertRow], key: ExpertKey, rows: int) -> LayerFigures
 
 
 def _left(row: LayerRow, experts: LayerFigures[float], plain: LayerFigures[float]) -> LayerFigures[Sourced]:
-    """Return a layer's figures minus its experts' figures.
+    """Return a layer's figures minus the figures of its experts.
 
-    The workspace of experts coexists with recomputed activations; the rest's workspace is what remains.
+    `plain`: the figures of the experts without recomputation. The workspace is reduced only by what recomputation adds
+    to the workspace of the experts.
     """
     whole = row.figures
     forward, backward = (
@@ -323,13 +326,13 @@ def _left(row: LayerRow, experts: LayerFigures[float], plain: LayerFigures[float
     )
 
 
-# Warnings about doubtful times of a profile: times that fall as the micro-batch grows, or have large errors.
+# Warnings about doubtful times of a profile: times that fall as the micro-batch grows, or that have large errors.
 
 
 def falling_times(layers: Iterable[LayerRow]) -> Iterator[str]:
-    """Yield a sentence for each time that is shorter than a smaller micro-batch's by more than three standard errors.
+    """Yield a sentence for each time that is shorter than at a smaller micro-batch, by over three standard errors.
 
-    The rows ascend in micro-batch size.
+    `layers` must ascend in micro-batch size.
     """
     for key, points in rows_by_key(layers, "micro_batch_size").items():
         for small, large in pairwise(points):
@@ -345,7 +348,7 @@ def falling_times(layers: Iterable[LayerRow]) -> Iterator[str]:
 
 
 def uncertain_times(probes: Sequence[ProbeResult], layers: Iterable[LayerRow]) -> Iterator[str]:
-    """Yield a sentence on repeated measurements, if any, and one for each time with an error over a fifth."""
+    """Yield a sentence on repeated measurements, if any, and one for each block time with a relative error over 1/5."""
     again = {probe.in_turns: probe.measured_again for probe in probes if probe.in_turns}
     if any(again.values()):
         times = f"up to {max(again.values())} times" if max(again.values()) > 1 else "once"

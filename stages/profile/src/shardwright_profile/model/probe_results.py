@@ -1,4 +1,4 @@
-"""The results of probes, read from measurements and checked to be comparable, and their differences: layers."""
+"""The results of probes, read from measurements and checked to be comparable, and the costs of layers: differences."""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import hypot
@@ -17,24 +17,24 @@ from shardwright_profile.model.probes import is_apart, layer_counts, no_probe, p
 
 LAYERS = "layers"
 FORWARD, BACKWARD = "forward time", "backward time"
-"""Names of the two times of layers."""
+"""Names of the two quantities that are times of layers."""
 _SEGMENTS = (EMBEDDING, LAYERS, HEAD)
 
 Measured = tuple[Path, Measurement]
 
 
 class Repeats(NamedTuple):
-    """The times of every rank, one entry per repeat, in seconds."""
+    """Seconds by rank and repeat."""
 
     ranks: tuple[tuple[float, ...], ...]
 
     @property
     def slowest(self) -> Duration:
-        """The median of the slowest rank, with its standard error."""
+        """Return the median of the slowest rank in seconds, with its standard error."""
         return max(map(median_of, self.ranks))
 
     def beyond(self, other: "Repeats") -> Duration:
-        """Return the additional time compared with the other probe, round by round, each on its slowest rank."""
+        """Return how much longer these take than `other`, compared round by round, on the rank slowest in both."""
         slowest = max(zip(self.ranks, other.ranks, strict=True), key=lambda pair: sum(map(median, pair)))
         return paired_difference(slowest[1], slowest[0])
 
@@ -44,7 +44,7 @@ class Repeats(NamedTuple):
 
 
 class SegmentCost(NamedTuple):
-    """The cost of one microbatch in a segment, on the slowest or fullest rank."""
+    """The times of one microbatch in a segment on all ranks, and its memory on the fullest rank."""
 
     forward: Repeats
     backward: Repeats
@@ -53,7 +53,7 @@ class SegmentCost(NamedTuple):
 
 
 class ProbeResult(NamedTuple):
-    """The result of one measured probe; times are medians on the slowest rank, bytes those on the fullest rank."""
+    """The result of one measured probe: medians of times on the slowest rank, bytes on the fullest rank."""
 
     file: Path
     plan: Plan
@@ -65,7 +65,7 @@ class ProbeResult(NamedTuple):
     gradient_bytes: int
     optimizer_bytes: int
     process_bytes: int
-    """Bytes of the process without what its communicators are assumed to hold."""
+    """Bytes of the process, minus the bytes that its communicators are assumed to hold."""
     communicator_bytes: int
     """Bytes that each communicator is assumed to hold; 0 over gloo."""
     resident_bytes: int
@@ -73,33 +73,33 @@ class ProbeResult(NamedTuple):
     reduction_s: float
     optimizer_s: float
     reference_s: float
-    """Seconds of the reference workload around the probe's measurement."""
+    """Seconds of the reference workload at the time of the probe's measurement, as a measure of the machine's speed."""
     in_turns: tuple[str, ...]
-    """SHA-256 of the plans it was stepped in turns with, from its measurement, as is `measured_again`."""
+    """SHA-256 of the plans that were stepped alternately with it. From its measurement, like `measured_again`."""
     measured_again: int
-    cp_size: int  # 1, but for samples that stand for a share
+    cp_size: int  # 1, unless samples represent one rank's share of longer samples
 
     @property
     def data_parallel(self) -> DataParallel:
-        """The kind of data parallelism of all its layers."""
+        """Return the kind of data parallelism, which is the same for all its layers."""
         return self.plan.layers[0].data_parallel
 
     @property
     def is_uniform(self) -> bool:
-        """Whether embedding and head are sharded as its layers."""
+        """Return whether embedding and head are sharded like its layers."""
         return self.plan.embedding.tp_size == self.plan.layers[0].tp_size
 
     def times(self, quantity: str) -> Repeats:
-        """The forward or backward time of all its layers."""
+        """Return the forward or the backward times of all its layers together."""
         return self.segments[LAYERS].forward if quantity == FORWARD else self.segments[LAYERS].backward
 
     @property
     def microbatch_s(self) -> float:
-        """The seconds of forward and backward of the middle microbatch."""
+        """Return the seconds of forward and backward of the middle microbatch."""
         return sum(cost.forward.slowest.median_s + cost.backward.slowest.median_s for cost in self.segments.values())
 
     def at_speed(self, reference_s: float) -> "ProbeResult":
-        """The result with its times as on a machine that does the reference workload in `reference_s`."""
+        """Return the result with its times scaled to a machine that takes `reference_s` for the reference workload."""
         by = reference_s / self.reference_s
         return self._replace(
             segments={
@@ -116,10 +116,10 @@ class ProbeResult(NamedTuple):
 def read_probes(measurements: Sequence[Measured]) -> tuple[ProfileOrigin, Provenance, tuple[ProbeResult, ...]]:
     """Return the common origin of all measurements, their provenance, and their probes by key and layer counts.
 
-    A machine's speed drifts from probe to probe: all times are scaled to the median speed. The speed at a probe is the
-    median of it and its neighbours, so that a momentary disturbance spoils no difference of two probes.
+    A machine's speed drifts from probe to probe, so all times are scaled to the median speed. The speed at a probe is
+    the median over the probe and its neighbours, so that a momentary disturbance spoils no difference of two probes.
 
-    Raises BadInput if they differ in model, device, backend, precision or attention, if a plan is no probe, if
+    Raises BadInput if they differ in model, device, backend, precision or attention, if a plan is not a probe, if
     a probe was measured twice, and if one ran out of memory.
     """
     for file, measurement in measurements:
@@ -171,10 +171,10 @@ def _origin(measurement: Measurement, measured: PlanMeasurement) -> ProfileOrigi
 
 
 def _reference_s(measured: Sequence[PlanMeasurement], place: int) -> float:
-    """Return the time of the reference workload around the plan at an index.
+    """Return the seconds of the reference workload at the time when the plan at index `place` was measured.
 
-    For plans that were stepped in turns it is the median over the steps of all, the same for each of them; else the
-    median of the plan and its neighbours.
+    For plans that were stepped alternately it is the median over the steps of all of them; otherwise the median over
+    the plan and its neighbours.
     """
     if turns := measured[place].in_turns:
         return median(time_s for plan in measured if plan.in_turns == turns for time_s in plan.reference_times_s)
@@ -253,20 +253,20 @@ class LayerPair(NamedTuple):
 
     @property
     def layers(self) -> int:
-        """The number of layers that the two probes differ by."""
+        """Return the number of layers by which the two probes differ."""
         return self.many.counts[self.type] - self.few.counts[self.type]
 
     @property
     def in_turns(self) -> bool:
-        """Whether the two probes were stepped in turns, so that their steps of one number are of one round."""
+        """Return whether the two probes were stepped alternately, so that steps of equal number belong to one round."""
         return bool(self.few.in_turns) and self.few.in_turns == self.many.in_turns
 
 
 def layer_pairs(probes: Sequence[ProbeResult]) -> tuple[LayerPair, ...]:
-    """The pair of every key and block type: the fewest and the most layers of the type.
+    """Return a pair for every key and block type: the probes with the fewest and with the most layers of the type.
 
-    Galvatron's method (Miao et al. 2022): whatever does not grow with the layers falls out of the difference. Raises
-    BadInput naming the probe that has no partner.
+    This is Galvatron's method (Miao et al. 2022): whatever does not grow with the layers cancels in the difference.
+    Types whose output has another shape than their input have no pair. Raises BadInput naming a probe without partner.
     """
     return tuple(
         _pair(group, name)
@@ -277,9 +277,9 @@ def layer_pairs(probes: Sequence[ProbeResult]) -> tuple[LayerPair, ...]:
 
 
 def seconds_per_layer(pair: LayerPair, quantity: str) -> Duration:
-    """Return the forward or backward time of a layer; raise BadInput, naming both probes, if the longer was not slower.
+    """Return the forward or backward time of a layer; raise BadInput naming both probes if the deeper is not slower.
 
-    For probes that were stepped in turns it is the median over the rounds, else the difference of two medians.
+    If the probes were stepped alternately, it is the median difference over the rounds, else the difference of medians.
     """
     few, many = pair.few.times(quantity), pair.many.times(quantity)
     more = many.beyond(few) if pair.in_turns else _difference(few.slowest, many.slowest)
@@ -289,12 +289,12 @@ def seconds_per_layer(pair: LayerPair, quantity: str) -> Duration:
 
 
 def _difference(few: Duration, many: Duration) -> Duration:
-    """The difference of two medians whose errors are independent."""
+    """Return `many` minus `few`, two medians whose errors are independent."""
     return Duration(many.median_s - few.median_s, hypot(few.error_s, many.error_s))
 
 
 def bytes_per_layer(pair: LayerPair, quantity: str, bytes_of: Callable[[ProbeResult], int]) -> int:
-    """Return the bytes of one layer, rounded up; raise BadInput, naming both probes, if the longer one held less."""
+    """Return the bytes of one layer, rounded up; raise BadInput naming both probes if the deeper one holds less."""
     few_bytes, many_bytes = bytes_of(pair.few), bytes_of(pair.many)
     if many_bytes < few_bytes:
         raise _noisy(pair, quantity, f"{few_bytes} bytes", f"{many_bytes} bytes")

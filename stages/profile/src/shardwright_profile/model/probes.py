@@ -1,4 +1,4 @@
-"""Probes: plans of few layers whose differences are the cost of one layer."""
+"""Probes: plans of models with few layers; the difference of two probes is the cost of one layer."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -39,25 +39,25 @@ from shardwright.types.strategy import (
 )
 
 NUM_MICROBATCHES = 3
-"""Minimum number of microbatches with a middle one, which gathers no parameters and only adds to existing gradients."""
+"""Number of microbatches: the least with a middle one, which gathers no parameters and adds to existing gradients."""
 
 _EXPERT_KINDS = (Recompute.NONE, Recompute.FULL, Recompute.SELECTIVE)
 """Kinds of recomputation between which experts' costs differ."""
 _LEVELS = 3
-"""Numbers of rows at which experts are measured: two for a line, and one for the floor at few rows for each."""
+"""How many numbers of rows experts are measured at: two for a line, and one for the floor at few rows per expert."""
 
 
 class Probes(NamedTuple):
-    """The plans to measure, and one sentence for each strategy that was left out."""
+    """The plans to measure, and one sentence for each strategy or size that was left out."""
 
     plans: tuple[Plan, ...]
     in_turns: tuple[tuple[int, ...], ...]
-    """Places of the plans that differ only in the number of layers or in ZeRO, the one of the fewest layers first."""
+    """Groups of indices of plans that differ only in the number of layers or in ZeRO, the fewest layers first."""
     left_out: tuple[str, ...]
     experts: tuple[ExpertProbe, ...] = ()
-    """Probes of experts in isolation, for a model that has some."""
+    """Probes of experts in isolation; empty for a model without experts."""
     context: tuple[ContextProbe, ...] = ()
-    """Plans whose samples stand for parts of longer ones."""
+    """Plans whose samples represent one rank's share of longer samples under context parallelism."""
 
     @property
     def document(self) -> Plans:
@@ -69,12 +69,16 @@ class Probes(NamedTuple):
 def make_probes(models: Sequence[Model], cluster: Cluster, node_type: str, settings: ProfileSettings) -> Probes:
     """Return the probes of a model on one node of `node_type`, which use all its devices.
 
-    `models` are descriptions of one model at each length of the settings, its own first. For each strategy, length and
-    micro-batch size: one plan with `settings.layers[0]` layers of every block type, and one for each block type with
-    `settings.layers[1]` layers of it. Of a type that passes on another shape than it receives, each has one. With the
-    most of every type, one under ZeRO-2 and one under ZeRO-3. For each of `cp_sizes` as many as for a strategy.
-    Embedding and head that a strategy does not fit are on each rank as a whole. Raises BadInput when the lengths are
-    others, no strategy fits model and node, or layers predict further tokens.
+    `models`: descriptions of one model at each length of the settings, its own length first.
+
+    For each strategy, length and micro-batch size there is one plan with `settings.layers[0]` layers of every block
+    type, and for each block type one with `settings.layers[1]` layers of it. Every plan has one layer of each type
+    whose output has another shape than its input. One plan under ZeRO-2 and one under ZeRO-3 have
+    `settings.layers[1]` layers of every type. For each of `cp_sizes` there are as many plans as for one strategy, size
+    and length. If a strategy does not fit embedding and head, each rank has both whole.
+
+    Raises BadInput if the lengths are not those of the settings, if no strategy fits model and node, or if layers
+    predict further tokens.
     """
     model = models[0]
     if mtp_layers(model.layers):
@@ -123,7 +127,7 @@ def make_probes(models: Sequence[Model], cluster: Cluster, node_type: str, setti
 
 
 def _node_of(cluster: Cluster, node_type: str) -> Cluster:
-    """A cluster of one node; raises BadInput if its type is unknown."""
+    """Return a cluster of one node of a type; raise BadInput if the type is unknown."""
     if node_type not in cluster.node_types:
         known = ", ".join(sorted(cluster.node_types))
         raise BadInput("--node-type", f"{node_type!r} is not one of the cluster's node types", f"choose from {known}")
@@ -134,7 +138,7 @@ def _node_of(cluster: Cluster, node_type: str) -> Cluster:
 def _share_probes(
     models: Sequence[Model], node: Cluster, settings: ProfileSettings, fitting: Sequence[Strategy]
 ) -> tuple[list[tuple[int, Plan]], list[str]]:
-    """The probes of one rank's part of the positions, each with its cp_size, and why some sizes have none."""
+    """Return the probes of one rank's share of positions, each with its cp_size, and why some cp_sizes have none."""
     length, shares, left_out = models[0].sequence_length, list[tuple[int, Plan]](), list[str]()
     for cp_size, share in settings.share_lengths(length).items():
         if (problem := _context_obstacle(models[0], node, settings, fitting, cp_size)) is not None:
@@ -148,7 +152,7 @@ def _share_probes(
 def _context_obstacle(
     model: Model, node: Cluster, settings: ProfileSettings, fitting: Sequence[Strategy], cp_size: int
 ) -> str | None:
-    """Why no probe can check the derived costs of a cp_size, or None; probes attend in blocks, as a ring does."""
+    """Return why no probe can check the derived costs of a cp_size, or None; such probes need ring attention."""
     if all(strategy.tp_size > 1 for strategy in fitting):
         return "no strategy of tp_size 1 is measured"
     attention, ring = settings.attention, ContextParallel.RING
@@ -165,9 +169,9 @@ def _context_obstacle(
 def _context_probes(
     described: Model, node: Cluster, settings: ProfileSettings, cp_size: int, length: int
 ) -> Iterator[Plan]:
-    """Yield the probes of layers of one of `cp_size` ranks that share samples of a length out, without recomputation.
+    """Yield the probes of one of `cp_size` ranks over which samples of `length` are split, without recomputation.
 
-    `described` is the model at the length of a share; of a micro-batch the smallest size is measured.
+    `described`: the model at the length of one share. Only the smallest micro-batch size is measured.
     """
     strategy, size = Strategy(tp_size=1, dp_size=node.num_devices), min(settings.sizes(length // cp_size, length))
     for truncated in _truncations(described, settings.layers):
@@ -178,10 +182,10 @@ def _context_probes(
 def _apart(
     models: Sequence[Model], node: Cluster, settings: ProfileSettings, fitting: Sequence[Strategy]
 ) -> Iterator[Plan]:
-    """Yield probes of layers in which each rank has all experts and different positions.
+    """Yield probes of layers in which each rank has all experts, and positions of its own.
 
-    Without what their experts take, they cost what a layer does beside experts that ranks shard, whatever its
-    tensor parallelism. Of a rank alone the other probes are such.
+    Minus the cost of their experts, these layers cost as much as a layer costs in addition to sharded experts. They are
+    needed only for strategies that split positions over ranks: otherwise the other probes already are of this kind.
     """
     model = models[0]
     split = [strategy for strategy in fitting if layout_of(strategy).sequence.size > 1 and sparse_types(model)]
@@ -201,7 +205,7 @@ def _with_all_experts(layer: LayerStrategy, model: Model) -> LayerStrategy:
 def _expert_probes(
     models: Sequence[Model], settings: ProfileSettings, fitting: Sequence[Strategy]
 ) -> Iterator[ExpertProbe]:
-    """Yield the probes of experts: without recomputation, and with each kind that recomputes experts."""
+    """Yield the probes of experts in isolation: without recomputation, and under each kind that recomputes experts."""
     asked = recompute_kinds(settings.recompute, models[0])
     kinds = [kind for kind in _EXPERT_KINDS if kind in asked or kind is Recompute.NONE]
     if any(kind.half is Recompute.MLP for kind in asked) and Recompute.FULL not in kinds:
@@ -213,7 +217,7 @@ def _expert_probes(
 
 
 def probe_key(plan: Plan) -> LayerKey:
-    """The key of probes whose difference is one layer: the layers' columns without the type."""
+    """Return the key that probes have in common if their difference is one layer: a layer's key without the type."""
     strategy = plan.layers[0]
     size = axes_of(strategy).rank_samples(plan.microbatch_samples)
     key = LayerKey.from_fields(strategy, micro_batch_size=size, sequence_length=plan.model.sequence_length)
@@ -221,7 +225,7 @@ def probe_key(plan: Plan) -> LayerKey:
 
 
 def is_apart(plan: Plan) -> bool:
-    """Whether a probe's layers have all experts on each rank, which has different positions."""
+    """Return whether, in a probe's layers, each rank has all experts, and positions of its own."""
     return any(map(shares_experts, plan.layers))
 
 
@@ -253,14 +257,14 @@ def _sharding(layer: LayerStrategy) -> tuple[int, bool, SequenceParallel, Recomp
 
 
 def layer_counts(model: Model) -> dict[str, int]:
-    """The number of layers of each block type of a model."""
+    """Return the number of layers of each block type of a model."""
     return {name: model.layers.count(name) for name in block_types(model)}
 
 
 def with_layers(model: Model, counts: Mapping[str, int]) -> Model:
     """Return the model with `counts` layers of each block type, in the model's order.
 
-    Layers that the model does not have follow the last one of their type.
+    If the model has fewer layers of a type, the additional ones follow its last layer of that type.
     """
     places = {name: [i for i, other in enumerate(model.layers) if other == name] for name in counts}
     order = sorted(
@@ -272,7 +276,7 @@ def with_layers(model: Model, counts: Mapping[str, int]) -> Model:
 
 
 def _in_turns(plans: Sequence[Plan], context: Sequence[ContextProbe]) -> Iterator[tuple[int, ...]]:
-    """Yield the indices of all probes of a key, in their order: the shortest one comes first."""
+    """Yield the indices of the probes of each key, in their order: the one with the fewest layers comes first."""
     by_key: dict[tuple[LayerKey, bool, int], list[int]] = {}
     cp_sizes = {probe.plan: probe.cp_size for probe in context}
     for place, plan in enumerate(plans):
@@ -283,7 +287,7 @@ def _in_turns(plans: Sequence[Plan], context: Sequence[ContextProbe]) -> Iterato
 def _zero_probes(
     model: Model, node: Cluster, settings: ProfileSettings, fitting: Sequence[Strategy]
 ) -> tuple[Plan, ...]:
-    """Return the probes under ZeRO: widest data parallelism, the model's own length, the smallest micro-batch."""
+    """Return the probes under ZeRO: with the most data-parallel ranks, the model's length, the smallest micro-batch."""
     widest = max(fitting, key=lambda strategy: layout_of(strategy).samples.size)
     if layout_of(widest).samples.size == 1:
         return ()
@@ -303,12 +307,12 @@ def _truncations(model: Model, layers: tuple[int, int]) -> Iterator[Model]:
 
 
 def _repeated(model: Model, number: int) -> dict[str, int]:
-    """A number of layers of each block type, and one of each that cannot follow itself."""
+    """Return `number` for each block type, but 1 for a type whose output has another shape than its input."""
     return {name: 1 if name in model.reshaping else number for name in block_types(model)}
 
 
 def _strategies(model: Model, devices: int, settings: ProfileSettings) -> Iterator[tuple[Strategy, str | None]]:
-    """Yield every strategy of the settings, with the reason why it does not fit, or None."""
+    """Yield every strategy of the settings, with the reason why it does not fit model or node, or None."""
     for tp_size, kind in settings.strategies:
         if (plain := strategy_on(devices, tp_size)) is None:
             problem = f"tp_size {tp_size} does not divide the {devices} devices of the node"
@@ -321,7 +325,7 @@ def _strategies(model: Model, devices: int, settings: ProfileSettings) -> Iterat
 def _misfit(model: Model, strategy: Strategy, settings: ProfileSettings) -> str | None:
     """Return why a model cannot be measured under a strategy; None if it can.
 
-    Embedding and head that it does not fit are measured by other probes, of tp_size 1.
+    If the strategy fits all blocks but not embedding and head, these are measured by the probes of tp_size 1.
     """
     problem = misfit_of(model, strategy)
     blocks = (misfit(model, name, strategy) for name in block_types(model))
@@ -330,16 +334,16 @@ def _misfit(model: Model, strategy: Strategy, settings: ProfileSettings) -> str 
 
 
 def _strategy_of_ends(model: Model, strategy: Strategy) -> Strategy:
-    """Return the strategy of embedding and head in a probe: the same, or tp_size 1 if it does not fit both."""
+    """Return the strategy of embedding and head in a probe: `strategy`, or tp_size 1 if it does not fit both."""
     if all(misfit(model, name, strategy) is None for name in (EMBEDDING, HEAD)):
         return strategy
     return Strategy(tp_size=1, dp_size=layout_of(strategy).stage_size, data_parallel=strategy.data_parallel)
 
 
 def _sizes(model: Model, strategy: Strategy, settings: ProfileSettings, length: int) -> tuple[int, ...]:
-    """Return the micro-batch sizes to measure of which embedding and head can have an equal part on each rank.
+    """Return the micro-batch sizes to measure: those that give embedding and head as many samples on each rank.
 
-    `length` is the length of the model whose other lengths are measured at the smallest size, unless `grid` is full.
+    `length`: the model's own length. Other lengths are measured only at the smallest size, unless `grid` is full.
     """
     ranks, ends = layout_of(strategy).samples.size, layout_of(_strategy_of_ends(model, strategy)).samples.size
     possible = tuple(size for size in settings.sizes(length, length) if size * ranks % ends == 0)

@@ -1,7 +1,8 @@
 """Hardware profiles from the bandwidth and time tables of hetu-galvatron.
 
-B MB of 1e6 bytes at a bus bandwidth of W GB/s (1e9) take, in ms, 2(n-1)/n B/W in an all-reduce of n ranks: nccl-tests'
-own definition. Galvatron's cost model divides MiB by it instead, which is 4.6 % too low; that is not repeated here.
+An all-reduce of B MB (1e6 bytes) among n ranks takes 2(n-1)/n B/W milliseconds at a bus bandwidth of W GB/s (1e9):
+that is the definition of nccl-tests. Galvatron's cost model divides MiB by W instead, which is 4.6 % too low; that is
+not repeated here.
 """
 
 import re
@@ -44,7 +45,7 @@ class _Cluster(NamedTuple):
     gpus_per_node: int
 
     def key(self, collective: Collective, group_size: int, consecutive: bool) -> CollectiveKey:
-        """Return a collective's key: neighbours fill nodes; other groups are spread evenly over all nodes."""
+        """Return a collective's key: consecutive ranks fill nodes; other groups are spread evenly over all nodes."""
         most = min(group_size, self.gpus_per_node)
         return CollectiveKey(collective, group_size, most if consecutive else -(-group_size // self.nodes), consecutive)
 
@@ -52,9 +53,10 @@ class _Cluster(NamedTuple):
 def import_galvatron_hardware(options: GalvatronHardwareOptions) -> HardwareProfile:
     """Return the profile that the tables determine; if two files state the same figure, the first counts.
 
-    Times of whole collectives, as measured, are taken before bandwidths, and their disagreement is noted. A gather and
-    a scatter are half of an all-reduce (ring, derived). If no all-to-all was timed, the bus bandwidth of the
-    all-reduce is assumed for it. Raises BadInput if a table says something impossible, or nothing.
+    Measured times of whole collectives are preferred to bandwidths, and their disagreement is noted. An all-gather and
+    a reduce-scatter take half as long as an all-reduce each (ring, derived). If no all-to-all was timed, the bus
+    bandwidth of the all-reduce is assumed for it. Raises BadInput if a table has an impossible value, or if no table
+    of collectives is given.
     """
     if not (options.allreduce or options.sp_time):
         raise BadInput("--allreduce", "no table of collectives", "pass --allreduce or --sp-time")
@@ -99,7 +101,7 @@ def _first(items: Iterable[tuple[CollectiveKey, _Figure]]) -> dict[CollectiveKey
 
 
 def _timed(file: Path, notes: list[str]) -> Iterator[tuple[CollectiveKey, list[HardwarePoint]]]:
-    """Yield the times of complete collectives among neighbours, from ms for messages in MiB."""
+    """Yield the times of whole collectives among consecutive ranks, from the file's ms for messages in MiB."""
     cluster, by_key = _cluster(file), dict[CollectiveKey, list[HardwarePoint]]()
     for match, time_ms in _matches(file, _TIME, notes):
         collective = Collective.ALL_REDUCE if match["kind"] == "allreduce" else Collective.ALL_TO_ALL
@@ -125,7 +127,7 @@ def _bandwidths(file: Path, notes: list[str]) -> Iterator[tuple[CollectiveKey, f
 
 
 def _sends(files: Iterable[Path], notes: list[str]) -> dict[CollectiveKey, float]:
-    """Return the bandwidth of sends by layout; of several strides the slowest is used, with a note."""
+    """Return the bytes per second of sends by layout; if several strides were timed, the slowest, with a note."""
     known: dict[CollectiveKey, list[float]] = {}
     for file in files:
         cluster = _cluster(file)

@@ -26,7 +26,7 @@ _ENDS_TABLE = re.compile(r"other_memory_(?P<part>pp_off|pp_on_first|pp_on_last)(
 
 
 class Forward(NamedTuple):
-    """The forward pass that was timed: layers of each type, samples, and positions by type (none in older files)."""
+    """A forward pass that was measured: layers of each type, samples, and positions by type (none in older files)."""
 
     layers: tuple[int, ...]
     batch: int
@@ -40,11 +40,11 @@ class Computation(NamedTuple):
     forwards: Mapping[Forward, float]
     """Milliseconds of the whole model."""
     layers: Mapping[tuple[int, int, Lengths], float]
-    """Milliseconds of a sample in a layer, as in the file, by type, batch (0: not stated) and type's length."""
+    """Milliseconds of a sample in a layer, as in the file, by type, batch (0: not stated) and length of the type."""
     others: Mapping[tuple[int, Lengths], float]
     """Milliseconds of a sample in the rest of the model, as in the file, by batch (0: not stated) and lengths."""
     unknown: tuple[str, ...]
-    """Keys of another grammar."""
+    """Keys that have none of the known forms."""
 
 
 class Sharding(NamedTuple):
@@ -69,20 +69,20 @@ class RankMemory(NamedTuple):
     forward: Forward
     rank: int
     kind: str
-    """Kind of memory: ms is allocated after backward; act is grown in forward; act_peak is the peak beyond ms."""
+    """Kind of memory: `ms` is allocated after backward, `act` is added by forward, `act_peak` is the peak over `ms`."""
 
 
 Figures = Mapping[tuple[str, int], float]
-"""MiB of one layer, or of embedding and head, by kind of figure and the tp_size of the layer or the vocabulary."""
+"""MiB of one layer, or of embedding and head, by kind of figure and by tp_size of the layer or the vocabulary."""
 
 PARAMETER_SIZE = "parameter_size"
-"""Figure of a whole layer's parameters in float32; at tp_size 1."""
+"""Kind of figure: a whole layer's parameters in float32; only at tp_size 1."""
 ACTIVATION = "activation"
-"""Figure of activations on one GPU for a sample of its tensor-parallel group; for embedding and head, at the peak."""
+"""Kind of figure: activations on one GPU per sample of its tensor-parallel group; for embedding and head, the peak."""
 CHECKPOINT = "checkpoint"
-"""Figure of a recomputed layer's activations, at tp_size 1."""
+"""Kind of figure: a recomputed layer's activations; only at tp_size 1."""
 MODEL_STATES = "model_states"
-"""Figure of the model states of embedding and head on one GPU before ZeRO: 16 bytes a parameter."""
+"""Kind of figure: the model states of embedding and head on one GPU without ZeRO, 16 bytes per parameter."""
 
 _NAMES = {"tp_activation_per_bsz_dict": ACTIVATION}
 _OF_LAYER, _OF_ENDS = {PARAMETER_SIZE, *_NAMES}, {MODEL_STATES, ACTIVATION}
@@ -94,9 +94,9 @@ class Memory(NamedTuple):
     file: Path
     ranks: Mapping[Sharding, Mapping[RankMemory, float]]
     layers: Mapping[tuple[int, bool, Lengths], Figures]
-    """Figures of layers by type, sequence parallelism and length of that type."""
+    """Figures of one layer by type, sequence parallelism (True or False) and length of that type."""
     ends: Mapping[tuple[bool, Lengths], Figures]
-    """Figures of embedding and head without pipeline, by sequence parallelism and lengths."""
+    """Figures of embedding and head together without pipeline, by sequence parallelism (True or False) and lengths."""
     unknown: tuple[str, ...]
 
 
@@ -106,7 +106,7 @@ def read_numbers(file: Path) -> dict[str, float]:
 
 
 def read_computation(file: Path) -> Computation:
-    """The content of a `computation_profiling_*.json`; BadInput names a key with an impossible number."""
+    """Return the content of a `computation_profiling_*.json`; raise BadInput naming a key with an impossible number."""
     forwards: dict[Forward, float] = {}
     layers: dict[tuple[int, int, Lengths], float] = {}
     others: dict[tuple[int, Lengths], float] = {}
@@ -126,7 +126,7 @@ def read_computation(file: Path) -> Computation:
 
 
 def read_memory(file: Path) -> Memory:
-    """The content of a `memory_profiling_*.json`; BadInput names a key with an impossible number."""
+    """Return the content of a `memory_profiling_*.json`; raise BadInput naming a key with an impossible number."""
     ranks: dict[Sharding, Mapping[RankMemory, float]] = {}
     layers: dict[tuple[int, bool, Lengths], Figures] = {}
     ends: dict[tuple[bool, Lengths], Figures] = {}
@@ -149,7 +149,7 @@ def read_memory(file: Path) -> Memory:
 
 
 def _number(file: Path, key: str, value: object) -> float:
-    """Return a JSON number as float; raise BadInput if it is not a number, or implausibly large."""
+    """Return a JSON number as a float; raise BadInput if it is not a number, or implausibly large."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadInput(file, f"{key!r} is {_shown(value)}, not a number", "measure that point again")
     if abs(value) > _MAX_NUMBER:
@@ -164,7 +164,7 @@ def _positive(file: Path, key: str, value: object) -> float:
 
 
 def _count(file: Path, text: str) -> int:
-    # Checked as text first: a number of a million digits is not worth reading.
+    # Checked as text first: converting a number of a million digits would take long.
     if not text.isdecimal() or len(text) > len(str(_MAX_COUNT)) or int(text) > _MAX_COUNT:
         raise BadInput(file, f"a key declares a size of {text[:20]}", "pass a file as Galvatron writes it")
     return int(text)
@@ -210,7 +210,7 @@ def _rank_memories(file: Path, key: str, value: object) -> dict[RankMemory, floa
 
 
 def _tables(file: Path, key: str, value: object, names: Set[str]) -> list[tuple[Lengths, Figures]]:
-    """The tables of figures by length, or the one if the file has no lengths."""
+    """Return the tables of figures, each with its lengths; one table with empty lengths if the file has none."""
     table = _object(file, key, value)
     if names & table.keys():
         return [((), _figures(file, key, table, names))]
@@ -225,7 +225,7 @@ def _figures(file: Path, key: str, entry: Mapping[str, Any], names: Set[str]) ->
         raise BadInput(file, f"{key!r} has keys {sorted(entry)}", "pass a file as Galvatron writes it")
     made: dict[tuple[str, int], float] = {}
     for name, value in entry.items():
-        # Older files give one number for embedding and head, without parallel vocabulary.
+        # Older files have one number for embedding and head, without a parallel vocabulary.
         sizes = value if isinstance(value, dict) and name != PARAMETER_SIZE else {"1": value}
         for size, mib in sizes.items():
             if size == CHECKPOINT:

@@ -1,4 +1,4 @@
-"""Memory of layers from Galvatron's tables, or from the raw rows if a table is missing."""
+"""Memory of layers from Galvatron's tables, or from the file's raw rows if a table is missing."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -23,31 +23,31 @@ _STALE = 0.01
 
 
 class ModelMemory(NamedTuple):
-    """The memory figures of one sequence length, all from one kind of the file's tables.
+    """The memory figures for one sequence length, all from one kind of the file's tables.
 
     Figures that the file does not have are absent.
     """
 
     sequence: bool
-    """Choice between the tables: with sequence parallelism (True) or without (False)."""
+    """Whether the figures are from the tables with sequence parallelism, not from those without."""
     layers: Mapping[str, Figures]
     """Figures of a layer, by type."""
     ends: Figures
-    """Figures of embedding and head together; each gets half."""
+    """Figures of embedding and head together; half of them are given to each."""
     measured_tp_sizes: frozenset[int]
-    """Values of tp_size with raw rows; at others Galvatron halved instead of measuring, and figures are assumed."""
+    """Values of tp_size with raw rows; at others Galvatron did not measure but halved: figures are marked assumed."""
     notes: tuple[str, ...]
 
     def parameters(self, name: str, tp_size: int) -> Sourced:
-        """The bytes of a layer's float32 parameters on a rank; tensor parallelism divides the measured whole."""
+        """Return the bytes of a layer's float32 parameters on a rank: the measured whole divided by tp_size."""
         if name in (EMBEDDING, HEAD):
             return self._sourced(self.ends.get((MODEL_STATES, tp_size)), 8, tp_size)
         return self._sourced(self.layers.get(name, {}).get((PARAMETER_SIZE, 1)), tp_size)
 
     def activation(self, name: str, tp_size: int, *, recompute: bool) -> Sourced:
-        """The bytes that a layer holds from forward to backward on one GPU, for a sample of its group.
+        """Return the bytes that a layer holds from forward to backward on one GPU, per sample of its tensor group.
 
-        A recomputed layer holds its input, which only sequence parallelism splits.
+        A recomputed layer holds only its input, which is split only with sequence parallelism.
         """
         if name in (EMBEDDING, HEAD):
             return self._sourced(self.ends.get((ACTIVATION, tp_size)), 2, tp_size)
@@ -64,10 +64,10 @@ class ModelMemory(NamedTuple):
 
 
 def tables_of(memory: Memory, asked: SequenceParallel | None) -> bool:
-    """Return whether to use the tables with sequence parallelism: as requested, else if the file has them.
+    """Return whether to use the tables with sequence parallelism: as `asked`, else whether the file has them.
 
-    The two kinds were measured apart, and may differ at tp_size 1 too: one import never mixes them. Raises BadInput
-    if the file has none of the kind asked for.
+    The two kinds were measured separately and may differ even at tp_size 1, so one import never mixes them. Raises
+    BadInput if the file has no figures of the kind asked for.
     """
     tables = {sequence for _, sequence, _ in memory.layers}
     rows = {sharding.sequence for sharding in memory.ranks}
@@ -80,7 +80,7 @@ def tables_of(memory: Memory, asked: SequenceParallel | None) -> bool:
 
 
 def model_memory(memory: Memory, lengths: Lengths, types: Sequence[str], sequence: bool) -> ModelMemory:
-    """Return the memory figures of one kind of tables at one length; `lengths`: by type, or one for all types."""
+    """Return the memory figures of one kind of tables at one sequence length; `lengths`: the file's key for it."""
     kind = _kind(sequence)
     notes = [f"Memory, at tp_size 1 too, is what was measured {kind}."]
     layers: dict[str, Figures] = {}
@@ -122,7 +122,7 @@ def _given_and_raw(memory: Memory, lengths: Lengths, index: int, sequence: bool)
 
 
 def _differing(subject: str, used: Figures, other: Figures) -> Iterator[str]:
-    """Yield sentences on figures of a single rank in which two tables differ; none if one of them is empty."""
+    """Yield a text for each figure at tp_size 1 in which two tables differ; none if one of the tables is empty."""
     if not (used and other):
         return
     names = (PARAMETER_SIZE, MODEL_STATES, ACTIVATION, CHECKPOINT)
@@ -133,7 +133,7 @@ def _differing(subject: str, used: Figures, other: Figures) -> Iterator[str]:
 
 
 def _disagreements(index: int, given: Figures, raw: Figures) -> Iterator[str]:
-    """Yield a sentence for each figure of the table that the file's raw rows contradict."""
+    """Yield a sentence for each figure in the table that the file's raw rows contradict."""
     order = (PARAMETER_SIZE, CHECKPOINT, ACTIVATION)
     for name, tp_size in sorted(given.keys() & raw.keys(), key=lambda key: (order.index(key[0]), key[1])):
         table, rows = given[name, tp_size], raw[name, tp_size]
@@ -146,7 +146,7 @@ def _disagreements(index: int, given: Figures, raw: Figures) -> Iterator[str]:
 
 
 def figures_of_rows(memory: Memory, lengths: Lengths, index: int, sequence: bool) -> Figures:
-    """Figures by Galvatron's arithmetic on raw rows without pipeline under ZeRO-3; empty if rows are missing."""
+    """Return figures by Galvatron's arithmetic from raw rows without pipeline (ZeRO-3); empty if rows are missing."""
     figures: dict[tuple[str, int], float] = {}
     for sharding, rows in memory.ranks.items():
         if sharding.pp_size > 1 or sharding.vocabulary or sharding.sequence != sequence:
@@ -157,7 +157,7 @@ def figures_of_rows(memory: Memory, lengths: Lengths, index: int, sequence: bool
             continue
         forward, resident_mib = resident
         key = (CHECKPOINT, 1) if sharding.recompute else (ACTIVATION, sharding.tp_size)
-        # A GPU has batch/dp samples.
+        # A GPU has batch / dp_size samples.
         a_sample = resident_mib * sharding.dp_size / forward.batch
         figures[key] = max(figures.get(key, a_sample), a_sample) if sharding.recompute else a_sample
         if not sharding.recompute:
@@ -169,7 +169,10 @@ def figures_of_rows(memory: Memory, lengths: Lengths, index: int, sequence: bool
 def _per_layer(
     rows: Mapping[RankMemory, float], kind: str, lengths: Lengths, index: int
 ) -> tuple[Forward, float] | None:
-    """The MiB of one layer of a type on rank 0: the difference between the two smallest numbers of such layers."""
+    """Return the smallest forward pass and the MiB of one layer of a type on rank 0; None if rows are missing.
+
+    The MiB are the difference between the smallest pass and the next one with more layers of the type, per layer.
+    """
     by_forward = {
         w.forward: mib for w, mib in rows.items() if w.rank == 0 and w.kind == kind and w.forward.lengths == lengths
     }

@@ -22,7 +22,7 @@ from shardwright_profile.importers.galvatron.times import LayerTimes, Point, com
 from shardwright_profile.options import GalvatronOptions
 
 FLAT_FAMILY = "galvatron"
-"""The family of models that are only described by these files."""
+"""The family of the models that are described only by these files."""
 
 
 class Hardware(NamedTuple):
@@ -41,15 +41,15 @@ class GalvatronRequest(NamedTuple):
     models: tuple[Model, ...]
     """Descriptions of one architecture, one for each length to import."""
     hardware: Hardware | None
-    """Hardware profile that prices the traffic of tensor parallelism."""
+    """Hardware profile from which the times of tensor parallelism's collectives are computed."""
 
 
 _Missing = dict[LayerKey, list[int]]
-"""Values of tp_size at which the memory of a type under a strategy is unknown, by key without tp_size."""
+"""Values of tp_size at which the memory of a layer type under a strategy is unknown, by key without tp_size."""
 
 
 class _Length(NamedTuple):
-    """The times and memory of one length, with its model."""
+    """The times and memory at one sequence length, with the model of that length."""
 
     request: GalvatronRequest
     model: Model
@@ -81,8 +81,8 @@ def write_galvatron(options: GalvatronOptions) -> None:
 def import_galvatron(request: GalvatronRequest) -> ModelProfile:
     """Return the profile that the files determine, with every assumption and defect in its notes.
 
-    Raises BadInput if models and files do not belong together, if a point is missing or impossible, and if
-    tensor parallelism is asked for without hardware to price its traffic.
+    Raises BadInput if models and files do not belong together, if a point is missing or impossible, and if a tp_size
+    above 1 is asked for without a hardware profile for the times of its collectives.
     """
     first = request.models[0]
     if len({model.architecture_sha256 for model in request.models}) > 1:
@@ -117,7 +117,7 @@ def flat_galvatron_model(
     types: Sequence[documents.FlatType],
     sequence_parallel: SequenceParallel | None,
 ) -> Model:
-    """A minimal model from the files: flat parameters, and an identity made of the files."""
+    """Return a minimal model from the files: with flat parameters, and the hashes of the files as its config."""
     lengths = lengths_of(computation, types[0].positions)
     names = (*(kind.name for kind in types), EMBEDDING, HEAD)
     known = model_memory(memory, lengths, names[:-2], tables_of(memory, sequence_parallel))
@@ -192,7 +192,7 @@ def _rows(length: _Length, notes: list[str]) -> Iterator[LayerRow]:
 
 
 def _row(length: _Length, strategy: LayerStrategy, point: Point, activation: Sourced, workspace: Sourced) -> LayerRow:
-    """Return a row: computation divided by tp_size, plus communication; bytes are given for a sample."""
+    """Return a row: computation divided by tp_size, plus communication; `activation`, `workspace`: per sample."""
     request, size = length.request, point.micro_batch_size
     traffic: Mapping[Pass | None, float] = dict.fromkeys(Pass, 0.0)
     if strategy.tp_size > 1 and request.hardware is not None:
@@ -232,7 +232,7 @@ def _strategies(length: _Length, name: str, notes: list[str]) -> Iterator[LayerS
 
 
 def _left_out(missing: _Missing) -> Iterator[str]:
-    """Yield a sentence for all types that are left out at the same values of tp_size under the same strategy."""
+    """Yield a sentence for each strategy and list of tp_size, with all types that are left out there."""
     names: dict[tuple[LayerKey, tuple[int, ...]], list[str]] = {}
     for key, tp_sizes in missing.items():
         names.setdefault((key.without("type"), tuple(tp_sizes)), []).append(key.type)
@@ -244,7 +244,7 @@ def _left_out(missing: _Missing) -> Iterator[str]:
 
 
 def _states(length: _Length) -> Iterator[StateRow]:
-    """Yield rows of the float32 bytes of each type's parameters on a rank."""
+    """Yield a row for each tp_size and layer type with the float32 bytes of its parameters on a rank."""
     for tp_size in length.request.options.sizes:
         for name in (*block_types(length.model), EMBEDDING, HEAD):
             yield documents.state_row(name, tp_size, length.memory.parameters(name, tp_size))
@@ -255,7 +255,7 @@ def _traffic_s(
 ) -> dict[Pass | None, float]:
     """Return the seconds of one layer's collectives for a micro-batch of `samples` samples, by pass.
 
-    The collectives, all inside the layer's tensor-parallel group, follow one another.
+    All of them are inside the layer's tensor-parallel group and run one after another.
     """
     messages = list(region_messages(model, strategy.type, strategy, samples, itemsize, 1))
     if strategy.type == HEAD:
@@ -267,7 +267,7 @@ def _traffic_s(
 
 
 def _time_s(hardware: Hardware, message: Message) -> float:
-    """Return the time of a message among neighbouring ranks, inside a node if the group fits into one."""
+    """Return the seconds of a collective among neighbouring ranks, inside a node if the group fits into one."""
     neighbours = (message.collective, message.group_size, True)
     curves = hardware.profile.curves
     alike = (key for key in curves if (key.collective, key.group_size, key.consecutive) == neighbours)

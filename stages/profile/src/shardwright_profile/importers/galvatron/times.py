@@ -1,6 +1,6 @@
 """Forward times of layers from Galvatron's times of whole models, and the defects of these times.
 
-A layer's time is (T(more layers) - T(fewer)) / (more - fewer): the difference that Galvatron takes too.
+A layer's time is (T(more layers) - T(fewer)) / (more - fewer), as in Galvatron.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ Row = tuple[tuple[int, ...], int]
 
 
 class Point(NamedTuple):
-    """The forward time of one layer at one micro-batch size."""
+    """The forward seconds of one layer for one micro-batch of a size."""
 
     micro_batch_size: int
     time_s: float
@@ -32,17 +32,17 @@ class Point(NamedTuple):
 
 
 class LayerTimes(NamedTuple):
-    """The forward times at one sequence length of a file."""
+    """The forward times at one sequence length, from one file."""
 
     layers: tuple[tuple[Point, ...], ...]
-    """Points of one layer for a microbatch, by type."""
+    """Points of one layer, by layer type."""
     rest: tuple[Point, ...]
-    """Points of embedding and head together, for a microbatch."""
+    """Points of embedding and head together."""
     notes: tuple[str, ...]
 
 
 class _Defects:
-    """The defects of a file: each is refused or, with `repair`, repaired with a note."""
+    """The defects of a file: each raises BadInput or, with `repair`, adds a note on the repair."""
 
     def __init__(self, file: Path, repair: bool) -> None:
         self.file, self._repair, self.notes = file, repair, list[str]()
@@ -57,14 +57,14 @@ class _Defects:
 
 class _Difference(NamedTuple):
     layer_ms: float
-    """Milliseconds of one layer and the whole batch."""
+    """Milliseconds of one layer for the whole batch."""
     fewer: tuple[int, ...]
     more: tuple[int, ...]
-    """Number of layers of each type in the row with more layers; `fewer` has the other row's."""
+    """Number of layers of each type in the row with more layers; `fewer`: in the other row."""
 
 
 def lengths_of(computation: Computation, sequence_length: int) -> Lengths:
-    """Return the file's key for a length: the list that starts with it, or none in a file without lengths."""
+    """Return the file's lengths by type that start with `sequence_length`; empty for a file without lengths."""
     timed = sorted({forward.lengths for forward in computation.forwards})
     for lengths in timed:
         if lengths[:1] == (sequence_length,):
@@ -77,10 +77,10 @@ def lengths_of(computation: Computation, sequence_length: int) -> Lengths:
 
 
 def layer_times(computation: Computation, lengths: Lengths, repair: bool) -> LayerTimes:
-    """Return the times of each type of layer, and of embedding and head, at one length.
+    """Return the times of each layer type, and of embedding and head, at one sequence length.
 
-    What cannot be (times that fall as the batch grows, layers that take no time, rows without another to compare with)
-    raises BadInput; with `repair` it is left out or levelled, and a note says so.
+    Impossible times (times that fall as the batch grows, layers that take no time, rows without another row to compare
+    with) raise BadInput; with `repair` they are left out or levelled, and a note says so.
     """
     file, defects = computation.file, _Defects(computation.file, repair)
     rows = {(f.layers, f.batch): ms for f, ms in computation.forwards.items() if f.lengths == lengths}
@@ -140,7 +140,7 @@ def _layer_points(rows: Mapping[Row, float], index: int, batches: Sequence[int],
 
 
 def _rest_points(rows: Mapping[Row, float], types: int, batches: Sequence[int], notes: list[str]) -> Iterator[Point]:
-    """Yield the time of the fewest layers minus the time of these layers; absent if that is not positive."""
+    """Yield the time of the forward pass with the fewest layers minus these layers; none if that is not positive."""
     for batch in batches:
         smallest = [
             min(_differences(rows, i, batch), key=lambda difference: (difference.fewer, difference.more), default=None)
@@ -171,7 +171,7 @@ def _without_dips(index: int, points: tuple[Point, ...], defects: _Defects) -> t
 
 
 def _stale(computation: Computation, rows: Mapping[Row, float], lengths: Lengths, types: int) -> Iterator[str]:
-    """Yield a sentence for each figure of the file that contradicts all pairs of its raw rows."""
+    """Yield a sentence for each layer time of the file that is not positive or contradicts all its raw rows."""
     batches = sorted({batch for _, batch in rows})
     for (index, batch, length), given_ms in sorted(computation.layers.items()):
         if index >= types or length != lengths[index : index + 1]:
@@ -197,7 +197,7 @@ def _differences(rows: Mapping[Row, float], index: int, batch: int) -> Iterator[
 
 
 def _by_layers(difference: _Difference) -> tuple[tuple[int, ...], ...]:
-    """Return a sort key that prefers the pair with the most layers, in which other work matters least."""
+    """Return a sort key that is largest for the pair with the most layers, in which other work matters least."""
     return difference.more, difference.fewer
 
 
@@ -211,12 +211,12 @@ def _name(layers: tuple[int, ...]) -> str:
 
 
 def first_fall(values: Sequence[float]) -> int | None:
-    """Return the index of the first value below the one before it; None if values never fall."""
+    """Return the index of the first value that is below its predecessor; None if values never fall."""
     return next((i for i in range(1, len(values)) if values[i] < values[i - 1]), None)
 
 
 def longest_rise(values: Sequence[float]) -> range:
-    """Return the range of the longest run without a fall; of equally long ones the last."""
+    """Return the range of indices of the longest run without a fall; the last one if several are equally long."""
     best, start = range(0), 0
     for i in range(1, len(values) + 1):
         if i == len(values) or values[i] < values[i - 1]:
@@ -226,9 +226,9 @@ def longest_rise(values: Sequence[float]) -> range:
 
 
 def levelled(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Return the non-decreasing times nearest to the given ones: means of falling neighbours, marked derived.
+    """Return the nearest non-decreasing times: falling neighbours become their mean, marked derived.
 
-    Least squares under monotonicity, by pooling adjacent violators (Ayer et al. 1955).
+    This is least squares under monotonicity, by pooling adjacent violators (Ayer et al. 1955).
     """
     pools: list[list[Point]] = []
     for point in points:
@@ -243,9 +243,10 @@ def levelled(points: Sequence[Point]) -> tuple[Point, ...]:
 
 
 def completed(points: Sequence[Point], micro_batch_sizes: Iterable[int]) -> tuple[Point, ...]:
-    """Return the points, and requested ones that are missing, from the line through all points, marked derived.
+    """Return the points together with the requested ones that are missing, which lie on a fitted line, marked derived.
 
-    Galvatron's batch mode fits m b + c; from one point, or if that line is not positive, its static mode m b serves.
+    The line is m b + c at micro-batch size b, Galvatron's batch mode. With one point, or if that line is not positive,
+    it is m b, Galvatron's static mode.
     """
     wanted = sorted(set(micro_batch_sizes) - {point.micro_batch_size for point in points})
     if not points or not wanted:
