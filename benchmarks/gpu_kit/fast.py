@@ -93,14 +93,14 @@ def rows(setting: Setting, stack: ExitStack) -> list[Row]:
     def compiled(make: Way) -> Values:
         return way("dense", make) | {"compiled_ahead": ahead.wait(setting.size(60.0, 120.0))}
 
-    def counted(model: str, microbatches: int) -> Values:
+    def waits(model: str, microbatches: int) -> Values:
         samples = max(microbatches, plans[model]().global_batch_size)
         plan = replace(plans[model](), num_microbatches=microbatches, global_batch_size=samples)
         return counted(plan, world(), groups())
 
     return [
         *(Row(name, partial(way, model, make)) for name, (model, make) in _WAYS.items()),
-        *(Row(f"waits: {m}, {n} microbatches", partial(counted, m, n)) for m in plans for n in _MICROBATCHES),
+        *(Row(f"waits: {m}, {n} microbatches", partial(waits, m, n)) for m in plans for n in _MICROBATCHES),
         Row("trace", lambda: _traced(setting, plans["dense"](), world(), groups())),
         *(Row(name, partial(compiled, make)) for name, make in _COMPILED.items()),
     ]
