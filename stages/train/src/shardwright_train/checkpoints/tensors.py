@@ -243,9 +243,9 @@ def total_bytes(tensors: dict[str, Tensor]) -> int:
 
 
 class _AnyLayout(DefaultLoadPlanner):
-    """A reader for vocabulary matrices with other padding than in the file, and experts in another order.
+    """A load planner that accepts vocabulary matrices padded differently in the file, and experts in another order.
 
-    The padding is zero under every plan, and stays so: no rank reads it.
+    Padding is zero under every plan: it is zeroed here and never read from the file.
     """
 
     def __init__(self, orders: ExpertOrders) -> None:

@@ -170,7 +170,7 @@ class _Beside(NamedTuple):
         )
 
     def for_plans(self, plans: tuple[Plan, ...]) -> Plans:
-        """Return these plans with the requests that concern them."""
+        """Return these plans with their groups to measure in turns and context probes, and with all expert probes."""
         places = {plan.sha256: place for place, plan in enumerate(plans)}
         groups = (tuple(places[one] for one in group if one in places) for group in self.in_turns)
         shares = (ContextProbe(plan=places[one], cp_size=size) for one, size in self.shares.items() if one in places)

@@ -108,8 +108,8 @@ class Prefix(Text):
 class SpanCorruption(Text):
     """Span corruption: 15 % of a text, in spans of 3 tokens on average, are replaced by sentinels and predicted.
 
-    The encoder's positions are filled; the decoder's are as many, and those after the targets are padding whose labels
-    do not count.
+    The encoder's input fills all `sequence_length` positions. The decoder has as many; after its targets comes padding,
+    whose labels are ignored.
     """
 
     is_random: ClassVar[bool] = True

@@ -315,7 +315,7 @@ def key_of(pattern_name: str, source: Source, place: Place) -> str:
 
 
 class Pieces(NamedTuple):
-    """The pieces of a parameter of a `shape` [experts, rows, columns] that a folder holds."""
+    """The tensors in a folder's files that make up one parameter of `shape` [experts, rows, columns]."""
 
     shape: tuple[int, ...]
     source: Source
