@@ -84,7 +84,7 @@ class Channel:
                 raise _rebuilt(raised[0])
 
     def together(self, do: Callable[[], T], place: object = None) -> T:
-        """Return each rank's value of `do()`; the lowest failing rank's ShardwrightError or OSError is raised on all."""
+        """Return each rank's value of `do()`; the ShardwrightError of the lowest failing rank is raised on all."""
         value, problem = tried(do, place)
         self.agree(problem)
         return value  # type: ignore[return-value]

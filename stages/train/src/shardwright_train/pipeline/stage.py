@@ -249,7 +249,7 @@ class Stage:
         return {full_name(model, layer.name, name): parameter for layer, name, parameter in self.parameters()}
 
     def stock_names(self) -> dict[str, str]:
-        """Return this rank's parameter names in the stock model by Hugging Face name; replicas have the owner's name."""
+        """Return this rank's parameter names in the stock model by Hugging Face name; replicas have the owner's."""
         owner_name, model = self.context.family.owner_name, self.context.plan.model
         owners = (owner_name(model, layer.name, name) for layer, name, _ in self.parameters())
         return dict(zip(self.parameters_by_name(), owners, strict=True))
