@@ -117,7 +117,7 @@ def kernels_run(plan: Plan, kernel: Attention, device: torch.device, *, by_docum
 
 
 def _backends(kernel: str, device: torch.device) -> tuple[SDPBackend, ...]:
-    """Return the kernels that scaled_dot_product_attention may use: unless requested, none that keeps scores on a GPU."""
+    """Return the kernels that scaled_dot_product_attention may use: the requested one; else on a GPU the fused ones."""
     only = {name.value: backend for name, backend in _ONLY.items()}.get(kernel)
     if only is not None:
         return (only,)

@@ -379,7 +379,7 @@ class DeepseekV3(DeepseekV2):
         return number.isdigit() and int(number) >= len(model.layers)
 
     def choose(self, part: Any, x: Tensor) -> Choice:
-        """Return the choice of a router by corrected scores, in the best groups; weights are from uncorrected scores."""
+        """Return a router's choice by corrected scores, in the best groups; weights come from uncorrected scores."""
         config, scores = part.config, wide_logits(x, routing_matrix(part.gate)).sigmoid()
         corrected = scores.detach() + part.gate.e_score_correction_bias
         best = corrected.unflatten(-1, (config.n_group, -1)).topk(2, -1).values.sum(-1)

@@ -95,7 +95,7 @@ class Siglip(ViT):
         return configured
 
     def initialize(self, model: Model, module: nn.Module) -> None:
-        """Fill a layer with initial weights; positions and classifier here, as stock draws them in whole models only."""
+        """Fill a layer with initial weights; positions and classifier are drawn here, as stock needs a whole model."""
         super().initialize(model, module)
         config, modules = self.configuration(model), dict[str, Any](module.named_modules())
         drawn: dict[str, float] = {_POSITIONS: 1.0, self.head[-1]: config.initializer_factor}
