@@ -9,26 +9,26 @@ here. `make versions` runs it under each declared version.
 `clip_grads_with_norm_`, once they take gradients on several meshes, and weights for replicas |
 | `found_inf`, `grad_scale` of optimizers (no underscore, not documented) | an update that the device alone decides \
 on | \
-`torch.amp.GradScaler`, once it takes a norm that was summed over ranks |
+`torch.amp.GradScaler`, once it accepts a norm that was summed over ranks |
 | `torch.distributed._composable.replicate_with_fsdp.replicate` | DDP with FSDP2's mixed precision | `fully_shard` \
 over a mesh (replicate, shard of size 1), at the cost of gathering from a group of one |
-| `_get_fsdp_state`, `_fsdp_param_group`, `FSDPParam`, `_unsharded_param` | gradients summed where they lie | a \
-public reduction hook of FSDP2; there is `set_all_reduce_hook`, which runs after its own reduction only |
+| `_get_fsdp_state`, `_fsdp_param_group`, `FSDPParam`, `_unsharded_param` | gradients summed in place | a \
+public reduction hook of FSDP2; `set_all_reduce_hook` exists, but it only runs after FSDP2's own reduction |
 | `FSDPParamGroup.post_backward`, `accumulate_unsharded_grad_if_needed`, `to_accumulated_grad_if_needed` | gradients \
 that weight passes make outside of autograd | a public way to reduce a unit's gradients at another time |
 | `_root_post_backward_final_callback` | ending a step of layers through which no backward pass goes | a public way to \
 reset what forward passes have recorded, and to reshard |
 | `_all_gather_result`, `all_gather_outputs`, `is_unsharded` | telling activations from gathered parameters in the dry \
 run | counting the storages that the gathers' own operations make |
-| `_set_unshard_async_op` | gathers beside the computation on CPU too, not held longer than needed | its public name, \
-once it has one; `FSDPModule.unshard` gathers so one by one |
+| `_set_unshard_async_op` | gathers during the computation on CPU too, not held longer than needed | its public name, \
+once it has one; `FSDPModule.unshard` does the same for a single module |
 | `_StridedShard` | ZeRO over the dim that tensor parallelism shards | `distribute_tensor` on a mesh in the other \
 order, if checkpoints may then lie otherwise |
 | `DTensor._spec`, `DTensor.__new__` with a spec | gradients as DTensors | `DTensor.from_local`, which takes 0.1 ms \
 more each |
 | `torch._subclasses.fake_tensor`: `FakeTensor`, `FakeTensorMode`; `FakeStore` | the dry run | none; the `fake` \
 backend and the fake tensors of `torch.export` are the nearest |
-| `TorchDispatchMode` | counting collectives and storages | none; `TorchFunctionMode` sees no collective |
+| `TorchDispatchMode` | counting collectives and storages | none; `TorchFunctionMode` does not see collectives |
 | `_EventType`, `_ExtraFields_Allocation`, `_ProfilerEvent` | allocations on CPU | `export_memory_timeline`, or an \
 allocator of CPU memory with counters |
 | `UntypedStorage._cdata` | telling storages of fake tensors apart | `data_ptr`, once fake tensors have one |
@@ -43,17 +43,17 @@ name |
 | `torch._dynamo.config`: `skip_fwd_side_effects_in_bwd_under_checkpoint`, `recompile_limit`, \
 `accumulated_recompile_limit`, `fail_on_recompile_limit_hit` | parameters swapped inside recomputed and compiled \
 parts; no layer that runs uncompiled in silence | `torch.compiler.config`, which has other settings so far |
-| `torch._C._distributed_c10d._dump_fr_trace_json`, `_dump_nccl_trace_json` | what collectives a rank that hangs has \
+| `torch._C._distributed_c10d._dump_fr_trace_json`, `_dump_nccl_trace_json` | the collectives that a hanging rank has \
 entered | `torch.distributed.flight_recorder`, which reads pickles, once it makes and reads JSON |
-| `torch.ops._c10d_functional` | what collectives are in a compiled graph | none |
+| `torch.ops._c10d_functional` | recognizing the collectives in a compiled graph | none |
 | `torch.ops.aten._scaled_dot_product_flash_attention`, `_scaled_dot_product_flash_attention_backward`, \
 `_scaled_dot_product_efficient_attention`, `_scaled_dot_product_efficient_attention_backward`, \
-`_scaled_dot_product_flash_attention_for_cpu`, `_scaled_dot_product_flash_attention_for_cpu_backward` | logarithms of \
-sums, by which ring attention merges blocks of attention | an option of `scaled_dot_product_attention` that returns \
-them, with a backward pass from merged ones |
-| `torch._fused_sdp_choice` | naming the kernel that `scaled_dot_product_attention` takes | none; `torch.profiler` \
+`_scaled_dot_product_flash_attention_for_cpu`, `_scaled_dot_product_flash_attention_for_cpu_backward` | log-sum-exps, \
+with which ring attention merges blocks of attention | an option of `scaled_dot_product_attention` that returns them, \
+with a backward pass that accepts merged ones |
+| `torch._fused_sdp_choice` | naming the kernel that `scaled_dot_product_attention` uses | none; `torch.profiler` \
 shows the kernels that ran |
-| `torch.ops.aten._grouped_mm` | telling grouped products, whose results selective recomputation keeps | none |
+| `torch.ops.aten._grouped_mm` | recognizing grouped matrix products, which selective recomputation keeps | none |
 """
 
 from collections.abc import Callable, Iterator
@@ -218,7 +218,7 @@ def compiled(function: Callable[..., Any], backend: str = "inductor") -> Callabl
 
 @contextmanager
 def default_timeout(timeout: timedelta) -> Iterator[None]:
-    """Set the timeout of process groups that are made inside without one, such as a DeviceMesh's."""
+    """Set the timeout of process groups that are made inside without one, such as the groups of a DeviceMesh."""
     names = ("default_pg_timeout", "default_pg_nccl_timeout")
     before = {name: getattr(distributed_c10d, name) for name in names}
     vars(distributed_c10d).update(dict.fromkeys(names, timeout))

@@ -136,7 +136,7 @@ def remove_leftovers(run: Path) -> None:
 
 
 def prune(run: Path, keep_last: int, keep_every: int, kept: Collection[int] = ()) -> None:
-    """Remove complete checkpoints except the `keep_last` latest, those of every `keep_every`-th step, and `kept`.
+    """Remove complete checkpoints except the `keep_last` latest, every `keep_every`-th step's, and steps in `kept`.
 
     `keep_every` 0 keeps none by step. A checkpoint that contains anything else, or is a link, stays. Each is renamed
     first, so that a partly deleted one is never taken for a complete one, nor for one that has lost its record.

@@ -106,10 +106,10 @@ class Prefix(Text):
 
 @dataclass(frozen=True)
 class SpanCorruption(Text):
-    """Span corruption: 15 % of a text, in spans of 3 tokens on average, are replaced by sentinels and predicted.
+    """Span corruption: 15 % of a text's tokens, in spans of 3 on average, are replaced by sentinels and predicted.
 
-    The encoder's input fills all `sequence_length` positions. The decoder has as many; after its targets comes padding,
-    whose labels are ignored.
+    The encoder's input fills all `sequence_length` positions. The decoder has as many positions; after its targets
+    comes padding, whose labels are ignored.
     """
 
     is_random: ClassVar[bool] = True
@@ -191,7 +191,7 @@ class SpanCorruption(Text):
 def sentinels_of(samples: Samples | Blend, vocab_size: int) -> tuple[int, ...]:
     """Return the sentinel tokens in order: <extra_id_0> and so on, as in the tokenizer of the data.
 
-    For a tokenizer without them: the vocabulary's rows beyond the tokenizer's, from the end downwards.
+    If the tokenizer has none: the model's rows beyond the tokenizer's tokens, from the end of the vocabulary downwards.
     """
     parts = samples.parts if isinstance(samples, Blend) else (samples,)
     tokenizer = read_tokenizer(DataFolder(parts[0].folder).tokenizer)

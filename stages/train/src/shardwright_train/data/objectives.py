@@ -132,7 +132,7 @@ class TextBatches:
         return self.samples.per_epoch
 
     def read(self, first: int, share: BatchShare) -> Batch:
-        """A rank's share of the batch that begins with a sample's number; every rank makes the same samples."""
+        """Return a rank's share of the batch that begins with sample `first`; every rank makes the same samples."""
         indices = first + share.rows
         text = torch.from_numpy(self.samples.read(indices))
         if self.objective.is_random:
@@ -357,7 +357,7 @@ class RandomBatches:
         return _RANDOM_EPOCH
 
     def read(self, first: int, share: BatchShare) -> Batch:
-        """A rank's share of the batch that begins with a sample's number; every rank makes the same samples."""
+        """Return a rank's share of the batch that begins with sample `first`; every rank makes the same samples."""
         made = [self._sample(first + int(row)) for row in share.rows]
         return {name: torch.cat([one[name] for one in made]) for name in made[0] if name not in share.left_out}
 

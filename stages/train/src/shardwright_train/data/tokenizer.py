@@ -43,7 +43,7 @@ RUNNING_ERRORS = (
 _PARTS = ("model", "normalizer", "pre_tokenizer", "post_processor", "decoder")
 _MOST_AROUND = 256
 _MOST_UNUSED = 1 << 20
-"""Largest count of numbers, below the highest token's, that may have no token."""
+"""Largest count of numbers without a token, below the highest number of a token."""
 _PROBE = "a"
 
 
@@ -110,7 +110,7 @@ def _learnable(texts: Iterator[str], source: str) -> Iterator[str]:
 def given(folder: Path) -> Tokenizing:
     """Return the tokenizer of a model's folder, which encodes as transformers' `AutoTokenizer` does.
 
-    Truncation and padding are off. The vocabulary is that of tokenizer.json: tokens that only the settings name are
+    Truncation and padding are off. The vocabulary comes from tokenizer.json: tokens that only the settings name are
     left out, because the model has no row for them. Raises BadInput if transformers cannot open it, or if the settings
     name no token that can close a document.
     """
@@ -245,8 +245,8 @@ def _unwritten() -> Iterator[None]:
 
 
 _LONGEST = 48
-"""Largest number of characters into which the rules may expand one character; published tokenizers reach 36
-(SentencePiece's, twice the 18 of the ligature U+FDFA)."""
+"""Largest number of characters into which the rules may expand one character. Published tokenizers reach 36: those of
+SentencePiece, for the ligature U+FDFA, twice its 18 characters."""
 _MOST_RULES = 256
 _MOST_CHARACTERS = 1 << 14
 """Largest number of characters that the rules of a file may name."""

@@ -273,7 +273,7 @@ class LateUpdates:
         self._start_next()
 
     def before(self, layer: str) -> None:
-        """Prepare a layer's forward pass: finish its updates, and start the next waiting layer's."""
+        """Prepare a layer's forward pass: finish its updates, and start the updates of the next waiting layer."""
         if self._updates is None:
             return
         if not self._waiting:

@@ -280,7 +280,7 @@ class StepOutcome:
     save: bool
     """Whether some rank finds a checkpoint due."""
     peak_memory_bytes: tuple[int, ...]
-    """Peak memory of each rank so far, in bytes: of its device's tensors on a GPU, of the process on CPU."""
+    """Peak memory of each rank so far, in bytes: on a GPU of the device's tensors, on CPU of the process."""
     auxiliary_loss: float | None = None
     """The part of the loss that comes from blocks' auxiliary losses, averaged over samples; None without any."""
     assignments: tuple[float, ...] = ()

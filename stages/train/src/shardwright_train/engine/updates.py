@@ -11,7 +11,8 @@ parameter and d its decay:
 - sgd: `torch.optim.SGD` with momentum 0.9: b = 0.9 b + g + d w, w = w - r b; the decay is part of the gradient;
 - lion (Chen et al. 2023, algorithm 2): w = w - r (sign(0.9 m + 0.1 g) + d w), then m = 0.99 m + 0.01 g;
 - muon: `torch.optim.Muon` with `match_rms_adamw`, for each matrix [A, B] of blocks: m = 0.95 m + 0.05 g, and
-  w = w - r (0.2 sqrt(max(A, B)) O(0.05 g + 0.95 m) + d w), where O is of homes.py; adamw for all other parameters.
+  w = w - r (0.2 sqrt(max(A, B)) O(0.05 g + 0.95 m) + d w), where O orthogonalizes (homes.py); adamw for all other
+  parameters.
 """
 
 import math

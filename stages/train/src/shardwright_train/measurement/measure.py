@@ -103,7 +103,7 @@ def _attention_by(plans: Sequence[Plan], kernels: Sequence[str], world: World) -
 
 
 def _in_turns(asked: Plans) -> Iterator[_Places]:
-    """Yield the indices of plans that are measured alternately, ordered by the first; most plans are alone."""
+    """Yield the indices of plans that are measured alternately, ordered by the first; most groups have one plan."""
     groups = {min(group): group for group in asked.in_turns}
     others = {place for group in asked.in_turns for place in group} - groups.keys()
     for place in range(len(asked.plans)):

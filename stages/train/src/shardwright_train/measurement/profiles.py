@@ -196,7 +196,7 @@ def settle(threads: Path) -> None:
 
 
 def _is_at_work(thread: Path) -> bool:
-    """Return whether a thread is one of gloo's, and is running or ready to run."""
+    """Return whether a thread belongs to gloo, and is running or ready to run."""
     try:
         if (thread / "comm").read_text().strip() != _GLOO_THREAD:
             return False

@@ -36,8 +36,8 @@ _FASTEST_LAST = (Attention.EAGER, Attention.SDPA, _FLASH)
 _OTHERS = "use auto, sdpa or eager"
 _SHORT = ("bfloat16", "float16")
 _TRIED, _ALIGNMENT = 1024, 8
-"""Number of positions with which kernels are tried if samples have more, and a modulus: the trial's number of positions
-has the same remainder as the samples'."""
+"""Number of positions with which kernels are tried if samples have more, plus the remainder of the samples' number of
+positions modulo the second value."""
 _CAPABILITY = (8, 0)
 """Lowest compute capability for flash-attn 2: Ampere."""
 
@@ -219,7 +219,7 @@ def _trials(plan: Plan, family: Family, device: torch.device, by_document: bool)
 def _attentions(model: Model, family: Family) -> Iterator[tuple[Heads, int, Mask]]:
     """Yield the heads of each attention, the number of positions, and the mask.
 
-    The number of positions is that of a sample, of an image, or of a window of an image.
+    Positions are counted in a sample, in an image, or in a window of an image.
     """
     config = family.facts.configured(model.config)
     for name, kind in model.types.items():

@@ -484,7 +484,7 @@ def _parameters(family: Family, layer: str, module: nn.Module) -> tuple[Paramete
 
 
 def _products(module: nn.Module, facts: Facts) -> int:
-    """Return the number of elements of a module's matrices, except for a router's, which counts with its experts."""
+    """Return the number of elements of a module's matrices, except for the router, which counts with its experts."""
     router = None if facts.experts is None else facts.experts.router
     bare = sum(p.numel() for name, p in module.named_parameters() if name in facts.stock.matrices)
     parts = (part for name, part in module.named_modules() if name != router)

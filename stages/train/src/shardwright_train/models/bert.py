@@ -60,7 +60,7 @@ class Bert(Family):
 
 
 class Roberta(Bert):
-    """BERT with position numbers that count only tokens other than padding, from the row after the padding token's."""
+    """BERT with position numbers that count only tokens other than padding, from pad_token_id + 1."""
 
     embedding = tuple(path.replace("bert.", "roberta.", 1) for path in Bert.embedding)
     head = ("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder")

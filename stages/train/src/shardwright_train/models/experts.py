@@ -47,7 +47,7 @@ class Choice(NamedTuple):
 def chosen(x: Tensor, matrix: Tensor, top_k: int, normed: bool) -> Choice:
     """Return the experts with the highest probabilities for positions x [positions, hidden].
 
-    `matrix` [experts, hidden]: the router's. `normed`: whether weights are divided by their sum.
+    `matrix` [experts, hidden]: the router's matrix. `normed`: whether weights are divided by their sum.
     """
     logits = linear(x, matrix)
     probabilities = logits.softmax(-1, dtype=_wide_format(logits))
@@ -165,7 +165,7 @@ class Sparse(Llama):
         return WithLoss((output[0],), noted.tensor, noted.counts)
 
     def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
-        """Give the experts their groups of ranks, and mark shared experts' last products as only needed for a sum."""
+        """Give experts their groups of ranks, and mark shared experts' last matrix product as only needed for a sum."""
         super().after_split(block, config, tensor_parallel)
         summed = [f"{path}.down_proj" for path in self.always]
         for last in (module for name, module in block.named_modules() if name in summed):
@@ -254,7 +254,7 @@ def _forward(part: Any, hidden: Tensor) -> Tensor:
     samples, positions, _ = hidden.shape
     x = hidden.flatten(0, 1)
     choice = part.choose(x)
-    # The loss needs counts for each sample, over all ranks with parts of it; a step's counts are this rank's.
+    # The loss needs counts for each sample, over all ranks with parts of it; a step only needs this rank's counts.
     counts = _counts(choice.experts.view(samples, -1), choice.probabilities.shape[-1])
     assignments = counts.sum(0)
     rows = _dispatched(choice.experts, assignments, None if grid is None else grid.expert_order)

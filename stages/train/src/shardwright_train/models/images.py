@@ -179,7 +179,7 @@ _PARTS = ("self_attn",), ("mlp",)
 
 
 class Llava(Family):
-    """The Llava family: tower and language model are sharded like such models alone; the projector is replicated."""
+    """The Llava family: tower and language model are sharded like separate models; the projector is replicated."""
 
     embedding = (f"{LANGUAGE}.embed_tokens", _EMBEDDINGS, _NORM)
     head = (f"{LANGUAGE}.norm", "lm_head")

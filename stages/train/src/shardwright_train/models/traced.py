@@ -82,7 +82,8 @@ def describe_by_trace(config: Mapping[str, Any], name: str, sequence_length: int
 def built(config: Mapping[str, Any], *, plain: bool = False) -> Whole:
     """Return the stock model of a config.json in bfloat16, to be called with fake tensors.
 
-    If it calls kernels by name and needs no mask, its attention is the trace's, unless `plain`; otherwise torch's.
+    If it calls kernels by name and needs no mask, it uses the attention of a `Trace`, unless `plain`; otherwise torch's
+    kernels.
     Raises ValueError saying what is wrong.
     """
     kind = config["model_type"]
@@ -98,7 +99,7 @@ def built(config: Mapping[str, Any], *, plain: bool = False) -> Whole:
 
 
 def configured(stock: Any, config: Mapping[str, Any], kernel: str, experts: str = "grouped_mm") -> Any:
-    """Return the configuration of a stock class, with the names of its attention kernel and its experts' products."""
+    """Return the configuration of a stock class, with the names of its attention kernel and its experts' kernel."""
     made = config_class(stock, config["model_type"])
     with refusals():
         parsed = made(**{key: _number(value) for key, value in config.items() if key not in ("model_type", "dtype")})

@@ -161,7 +161,7 @@ class Block:
     def _bias(self, query: Tensor) -> Tensor | None:
         """Return a mask to add to scores; it is finite, so that queries without visible keys give numbers.
 
-        Its rows lie as far apart as the memory-efficient kernel asks, whatever the number of keys.
+        Its rows have the stride that the memory-efficient kernel requires, whatever the number of keys.
         """
         if self.seen is None:
             return None

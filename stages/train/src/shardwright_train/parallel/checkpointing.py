@@ -450,7 +450,7 @@ def _selective(_: SelectiveCheckpointContext, operator: Any, *_args: Any, **_kwa
 
 
 def _is_attention(operator: Any) -> bool:
-    """Whether an operator computes attention as a whole."""
+    """Return whether an operator computes attention as a whole."""
     name: str = operator.name()
     return name.startswith(_ATTENTION)
 

@@ -60,7 +60,7 @@ class ContextShares:
         return _argsort(self._share(rank))
 
     def is_rising(self, rank: int) -> bool:
-        """Whether a rank's positions are in memory in ascending order, as with the largest cp_size."""
+        """Return whether a rank's positions are in memory in ascending order, as with the largest cp_size."""
         return list(self._share(rank)) == self.positions(rank)
 
     def positions(self, rank: int) -> list[int]:
@@ -114,7 +114,7 @@ def visible(queries: Tensor, keys: Tensor, causal: bool, documents: tuple[Tensor
 
 @dataclass(frozen=True)
 class ContextAttention:
-    """Attention of this rank's positions to a whole group's; subclasses communicate keys and values."""
+    """Attention of this rank's positions to its whole group's positions; subclasses communicate keys and values."""
 
     shares: ContextShares
     group: dist.ProcessGroup
@@ -150,7 +150,7 @@ _HEADS, _POSITIONS = 2, 3
 
 @dataclass(frozen=True)
 class GatherAttention(ContextAttention):
-    """Attention of this rank's positions to a group's, with gathered keys and values."""
+    """Attention of this rank's positions to its group's positions, with gathered keys and values."""
 
     keeps: bool = False
     """Whether gathered keys and values are kept for the backward pass: useful if a replay gathers them just before."""
@@ -311,7 +311,7 @@ class _Step(NamedTuple):
 
 @dataclass(frozen=True)
 class RingAttention(ContextAttention):
-    """Attention of this rank's positions to a group's, with keys and values passed around a ring."""
+    """Attention of this rank's positions to its group's positions, with keys and values passed around a ring."""
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, documents: Tensor | None = None
@@ -361,7 +361,7 @@ class _Passes:
     documents: Tensor | None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Attended:
-        """Return the attention of this rank's queries to all ranks' keys; `key` and `value` are this rank's."""
+        """Return the attention of this rank's queries to all ranks' keys, given this rank's keys and values."""
         here, total, steps = joined(key, value), nothing_attended(query, value.shape[-1]), self.ring.steps
         for left, step in zip(reversed(range(len(steps))), steps, strict=True):
             arriving = pass_on(here, self.ring.group) if left else None
@@ -451,7 +451,7 @@ class _RankInTheMiddle:
 
 @dataclass(frozen=True)
 class StandInAttention(GatherAttention):
-    """Attention to this rank's keys and values, repeated in place of a whole group's."""
+    """Attention to this rank's keys and values, repeated in place of the keys and values of a whole group."""
 
     def scattered(self, gradient: Tensor) -> Tensor:
         """Return the gradient of this rank's positions, to which no other rank contributes."""

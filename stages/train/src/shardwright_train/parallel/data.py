@@ -55,7 +55,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def data_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the axes of a layer's mesh for data parallelism: all except expert and tensor parallelism's."""
+    """Return the axes of a layer's mesh for data parallelism: all except the axes of expert and tensor parallelism."""
     return mesh[tuple(name for name in _axis_names(mesh) if name not in _CUTTING)]
 
 

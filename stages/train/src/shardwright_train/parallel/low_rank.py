@@ -31,7 +31,7 @@ class LowRankLinear(nn.Linear):
     """The selective recomputation of its layer, if it has one."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the sum of both products."""
+        """Return the sum of the matrix products with W and with the low-rank matrices."""
         # In this order: a replay ends with the last tensor that it needs, which is A x, before the product with W.
         return added(self, input) + F.linear(input, self.weight, self.bias)
 
@@ -45,7 +45,7 @@ class LowRankConv1D(Conv1D):
     recomputation: Recomputation | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the sum of both products."""
+        """Return the sum of the matrix products with W and with the low-rank matrices."""
         more = added(self, input)
         product: Tensor = super().forward(input)  # type: ignore[no-untyped-call]
         return more + product
@@ -72,7 +72,7 @@ class ExpertMatrices(nn.Module):
 def with_rows_of_pair(
     products: Tensor, experts: Any, name: str, rows: Tensor, counts: Counts, recomputation: Recomputation
 ) -> Tensor:
-    """Return `products`, sorted rows times the experts' parameter `name`, plus its low-rank matrices' contribution."""
+    """Return matrix products of sorted rows with the experts' parameter `name`, plus its low-rank matrices' part."""
     if (pair := getattr(experts, "low_rank", {}).get(name)) is None:
         return products
 

@@ -36,7 +36,7 @@ from shardwright_train.torch_private import direct_parameters
 # Split backward passes: the matrix products that make the gradients of a layer's matrices are left to separate passes.
 #
 # For y = x W the backward pass makes the gradient of x, and keeps x and the gradient g of y; the weight pass makes the
-# gradient of W, x^T g. Sums over microbatches equal those of joint passes to the bit: the products are the same, and
+# gradient of W, x^T g. Sums over microbatches equal the sums of joint passes to the bit: the products are the same, and
 # are added in the same order.
 
 
@@ -54,7 +54,7 @@ class _Kept(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, weight: Tensor, keep: Callable[[Tensor, Tensor], None]) -> Tensor:
-        # Saved so that hooks on saved tensors, such as those of recomputation, apply to x. The matrix is not saved:
+        # Saved so that hooks on saved tensors, such as recomputation's hooks, apply to x. The matrix is not saved:
         # recomputation would return an alias, whose gradient nobody reads.
         ctx.save_for_backward(x)
         ctx.keep = keep

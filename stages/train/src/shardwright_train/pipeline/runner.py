@@ -62,7 +62,7 @@ class Microbatches:
         return {name: x[action.microbatch * samples :][:samples] for name, x in self.batch.items()}
 
     def masked(self, batch: Batch, action: Action) -> Batch:
-        """Return a micro-batch with its layers' masks, if these differ from other micro-batches'."""
+        """Return a micro-batch with its layers' masks, if masks differ between micro-batches."""
         if not self.stage.has_blocks or not (wanted := self._wanted(batch)):
             return batch
         masks = self._masks.pop(action.microbatch, None)

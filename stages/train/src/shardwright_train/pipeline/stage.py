@@ -230,11 +230,11 @@ class Stage:
         return any(chunk.has_backward for chunk in self.chunks)
 
     def computes(self, action: Action) -> bool:
-        """Whether an action computes something: layers before the first trained one make no gradients."""
+        """Return whether an action computes something: layers before the first trained one make no gradients."""
         return self.chunks[action.chunk].has_backward or not action.kind.makes_gradients
 
     def gathers_for(self, action: Action) -> bool:
-        """Whether an action computes with parameters that ZeRO-3 gathers: weight passes do not."""
+        """Return whether an action computes with parameters that ZeRO-3 gathers: weight passes do not."""
         return bool(action.kind.way) and self.computes(action)
 
     def parameters(self) -> Iterator[tuple[Layer, str, nn.Parameter]]:
@@ -244,12 +244,12 @@ class Stage:
                 yield layer, layer.described_name(name), parameter
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters under their Hugging Face names."""
+        """Return this rank's parameters by their Hugging Face names."""
         full_name, model = self.context.family.full_name, self.context.plan.model
         return {full_name(model, layer.name, name): parameter for layer, name, parameter in self.parameters()}
 
     def stock_names(self) -> dict[str, str]:
-        """Return this rank's parameter names in the stock model by Hugging Face name; replicas have the owner's."""
+        """Return the stock model's parameter name, by Hugging Face name: for replicas, the name of their owner."""
         owner_name, model = self.context.family.owner_name, self.context.plan.model
         owners = (owner_name(model, layer.name, name) for layer, name, _ in self.parameters())
         return dict(zip(self.parameters_by_name(), owners, strict=True))

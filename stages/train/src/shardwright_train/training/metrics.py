@@ -138,7 +138,7 @@ class Metrics:
     time_left: TimeLeft = field(default_factory=TimeLeft)
 
     def keep_until(self, step: int, parent: Path | None) -> None:
-        """Drop the lines after a checkpoint's step, as later steps run again; if there is no file, use the parent's."""
+        """Drop the lines after a checkpoint's step, as later steps run again; without a file, copy the parent's."""
         file = self.file
         if not file.is_file() and parent is not None and (parent / METRICS).is_file():
             file = parent / METRICS

@@ -76,8 +76,8 @@ class AdapterTensor(NamedTuple):
 def open_adapter(folder: Path, model: Model, family: Family) -> dict[str, AdapterTensor]:
     """Match the low-rank matrices of a folder with an adapted model's, by their full names.
 
-    Raises BadInput in one line if they differ from the model's in name, shape, format or scaling, or if the model was
-    described with another file.
+    Raises BadInput in one line if names, shapes, formats or scaling differ from the model's description, or if the
+    model was described with another file.
     """
     if model.low_rank is UNSET:
         raise BadInput(folder, "the plan's model has no low-rank matrices", _FOR_ADAPTER)
