@@ -153,7 +153,7 @@ def start_measure(options: MeasureOptions) -> None:
 
 
 class _Beside(NamedTuple):
-    """Files and options that plans need in addition; plans are identified by their hashes."""
+    """What the files of plans request besides the plans, which are identified here by their hashes."""
 
     in_turns: tuple[_Turns, ...]
     shares: Mapping[str, int]

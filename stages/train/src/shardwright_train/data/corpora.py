@@ -315,7 +315,7 @@ def _is_saved(folder: Path) -> bool:
 def _open_saved(folder: Path, field: str | None, split: str) -> Any:
     """Return the `datasets.Dataset` of a folder, mapped from its files.
 
-    Raises BadInput if the folder is not a data set, has no such split or column, or `datasets` is missing.
+    Raises BadInput if the folder is not a data set, if it has no such split or column, or if `datasets` is missing.
     """
     try:
         import datasets

@@ -108,7 +108,7 @@ def prepare(
     exceeds `max_mib` (MiB), the file that goes beyond is cut at the end of a line, and further documents are left out.
     Killed and started again, it resumes from the shards on the disk. A text too short for `vocab_size` gives a smaller
     vocabulary, which data.json records. With `tokenizer_folder` that model's tokenizer is used, and none is trained.
-    Loss on completions also writes OUT/targets.bin, which marks them.
+    Loss on completions also writes OUT/targets.bin, which marks the completions' tokens.
 
     Raises BadInput if there is no text, if it is damaged, or unless exactly one of vocabulary size and tokenizer is
     given: then nothing that was written is left.

@@ -359,7 +359,7 @@ class Blend:
 
     @cached_property
     def _quotas(self) -> NDArray[np.int64]:
-        """Each data set's number of samples in a round: its share rounded down; up for the largest remainders."""
+        """Each data set's number of samples in a round: its share, rounded up if its remainder is among the largest."""
         exact = _ROUND * np.array(self.weights) / sum(self.weights)
         quotas = exact.astype(np.int64)
         quotas[np.argsort(quotas - exact, kind="stable")[: _ROUND - quotas.sum()]] += 1

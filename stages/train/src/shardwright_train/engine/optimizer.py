@@ -33,13 +33,15 @@ class ShardedOptimizer:
 
     The update needs no mesh: it runs over plain local tensors, which share memory with the DTensors. To update
     `matrices` it may need the parts that other ranks of the stage hold. Norms and biases are not decayed unless an
-    option requests it; a parameter's learning rate is the step's times its factor. Both depend on its name in the stock
-    model (`stock_names` for tied parameters), so that all replicas are in the same group. `replicas` are tied copies
-    that do not count in the norm, because their owner does. Frozen parameters have no states; `router_biases` are
-    corrected by counts instead. The states start at zero, and bias correction continues after `updates` steps. The
-    states of `offloaded` parameters, by layer, stay in host memory. The parameters `on_host` among them are updated by
-    the host at the end of a step, on copies of gradients and parameters; the updates of the others wait in `late`, with
-    their gradients, for their layer's next use. `depths`: for how many further tokens a step has losses.
+    option requests it; a parameter's learning rate is the step's learning rate times the parameter's factor. Decay and
+    factor depend on its name in the stock model (`stock_names` for tied parameters), so that all replicas are in the
+    same group. `replicas` are tied copies that do not count in the norm, because their owner does. Frozen parameters
+    have no states; `router_biases` are corrected by counts instead. The states start at zero, and bias correction
+    continues after `updates` steps.
+
+    The states of `offloaded` parameters, by layer, stay in host memory. The parameters `on_host` among them are updated
+    by the host at the end of a step, on copies of gradients and parameters; the updates of the others wait in `late`,
+    with their gradients, for their layer's next use. `depths`: for how many further tokens a step has losses.
     """
 
     def __init__(

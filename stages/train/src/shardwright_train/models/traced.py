@@ -82,9 +82,8 @@ def describe_by_trace(config: Mapping[str, Any], name: str, sequence_length: int
 def built(config: Mapping[str, Any], *, plain: bool = False) -> Whole:
     """Return the stock model of a config.json in bfloat16, to be called with fake tensors.
 
-    If it calls kernels by name and needs no mask, it uses the attention of a `Trace`, unless `plain`; otherwise torch's
-    kernels.
-    Raises ValueError saying what is wrong.
+    If it calls kernels by name and needs no mask, it uses the attention of a `Trace`, unless `plain`; otherwise a
+    kernel of torch. Raises ValueError saying what is wrong.
     """
     kind = config["model_type"]
     stock = stock_class(kind)

@@ -266,7 +266,7 @@ def _counts(tensors: Sequence[Sequence[Tensor]]) -> list[int]:
 
 
 def window(piece: ActivationShard, full: ActivationShard) -> Window:
-    """Return the place of a piece in the tensor of `full`, a larger part of the microbatch."""
+    """Return the slices of a piece inside the tensor of `full`, a larger part of the microbatch that contains it."""
     return (
         slice(piece.batch_start - full.batch_start, piece.batch_end - full.batch_start),
         slice(piece.sequence_start - full.sequence_start, piece.sequence_end - full.sequence_start),

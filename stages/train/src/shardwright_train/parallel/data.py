@@ -298,7 +298,7 @@ def _sent(bucket: list[tuple[nn.Parameter, Tensor]], group: dist.ProcessGroup) -
 
 
 def _take_gradients(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Yield each parameter with a local gradient that is not reduced yet, and that gradient, which it then loses."""
+    """Yield each parameter with a local gradient that is not reduced yet, and that gradient; remove it from there."""
     if not isinstance(modules[0], FSDPModule):
         for parameter in (parameter for module in modules for parameter in module.parameters(recurse=False)):
             if parameter.grad is not None:

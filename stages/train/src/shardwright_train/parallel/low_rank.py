@@ -126,7 +126,7 @@ def _change_class(matrix: nn.Module, name: str) -> None:
 
 
 def low_rank_rules(parameters: Mapping[str, Parameter], of_head: bool) -> dict[str, Rule]:
-    """Return the sharding rules of a layer's low-rank matrices, by their names in the layer."""
+    """Return the sharding rules of a layer's low-rank matrices, by name; `of_head`: whether the layer is the head."""
     of_low_rank = {name: p for name, p in parameters.items() if LOW_RANK in name}
     return {name: _rule(name, p, of_head) for name, p in of_low_rank.items() if p.inside or p.tp_dim is not None}
 

@@ -288,7 +288,7 @@ def _held(actions: Sequence[Action]) -> Iterator[_Held]:
 
 
 def most_held(actions: Sequence[Action]) -> frozenset[_Held]:
-    """Return what a stage with weight passes holds at its fullest moments: no other holds at least as much of all."""
+    """Return what a stage with weight passes holds at its fullest moments: no other holds as much in every number."""
     held = set(_held(actions))
     return frozenset(each for each in held if not any(more != each and all(map(ge, more, each)) for more in held))
 

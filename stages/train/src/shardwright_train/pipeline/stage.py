@@ -196,7 +196,7 @@ class Chunk(nn.Module):
                 products.end_of_pass()
 
     def start_reductions(self) -> None:
-        """After a backward pass, start to reduce the layers whose inputs have no gradient to trigger it."""
+        """After a backward pass, start to reduce gradients of layers whose inputs have no gradient to trigger that."""
         for layer in self.layers:
             layer.start_reductions()
 

@@ -223,7 +223,7 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return names in one line, if there are many only the first few and their number."""
+    """Return names in one line; if there are many, only the first few, and how many more there are."""
     ordered = sorted(names)
     more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
     return ", ".join(ordered[:_SHOWN]) + more
