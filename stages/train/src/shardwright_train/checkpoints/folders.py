@@ -199,7 +199,7 @@ class Identity(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model_sha256: Sha256
     """SHA-256 of the model's description, which other plans may share."""
     data_sha256: Sha256
-    """SHA-256 of the samples, tokenizer included."""
+    """SHA-256 of the samples, including the tokenizer."""
     seed: NonNegativeCount
     """Seed of initial weights, sample order and dropout; all randomness follows from it and a sample's number."""
     global_batch_size: Samples
@@ -210,10 +210,10 @@ class Identity(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sequence_length: Tokens | None = None
     """Tokens of a sample; None in records of earlier versions."""
     tensors_sha256: Sha256 | None = None
-    """SHA-256 of the model's description without its sequence length and the settings of its rotations; None in records
-    of earlier versions."""
+    """SHA-256 of the model's description without its sequence length and rotary settings; None in records of earlier
+    versions."""
     schedule_steps: Count | None = None
-    """Steps of the learning rate's schedule; None in records of earlier versions."""
+    """Length in steps of the learning rate schedule; None in records of earlier versions."""
 
     @classmethod
     def of_run(cls, job: RunOptions, plan: Plan, data_sha256: str, weights_sha256: str | None = None) -> "Identity":

@@ -408,7 +408,7 @@ _WITHOUT_IMAGE = 0.25
 """The share of random samples that have no image, as texts among captions."""
 _BRIGHTEST = 255
 _CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-"""Mean and standard deviation of the pixels that CLIP was trained with (Radford et al. 2021, their code)."""
+"""Mean and standard deviation of the pixels with which CLIP was trained (Radford et al. 2021, their code)."""
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ def prepare(
     """Write OUT/{tokenizer.json,tokens.bin,tokens.idx,data.json}: the same files and options give the same bytes.
 
     Each document has the tokens around it that its tokenizer adds, and ends with an end-of-text token. If the text
-    exceeds `max_mib` (MiB), the file that goes beyond is cut at the end of a line, and further documents are left out.
+    exceeds `max_mib` (MiB), a plain file is cut there, at the end of a line; other documents beyond it are left out.
     Killed and started again, it resumes from the shards on the disk. A text too short for `vocab_size` gives a smaller
     vocabulary, which data.json records. With `tokenizer_folder` that model's tokenizer is used, and none is trained.
     Loss on completions also writes OUT/targets.bin, which marks the completions' tokens.

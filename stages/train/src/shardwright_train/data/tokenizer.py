@@ -251,7 +251,7 @@ _MOST_RULES = 256
 _MOST_CHARACTERS = 1 << 14
 """Largest number of characters that the rules of a file may name."""
 _OTHER = "\U000f0000"
-"""Stands for any character that no rule mentions, and is as long as any in UTF-8."""
+"""Stand-in for any character that no rule mentions, as long in UTF-8 as the longest one."""
 _DECOMPOSING = ("NFC", "NFD", "NFKC", "NFKD", "BertNormalizer", "Lowercase")
 _MAY_BE_EMPTY = ("*", "?", "|", "{0", "{,", "^", "$", "\\b", "\\B", "\\A", "\\z", "\\Z", "\\G", "\\K")
 _REMEDY = "use a tokenizer whose rules hardly lengthen a text"

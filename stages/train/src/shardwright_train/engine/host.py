@@ -110,7 +110,7 @@ class CountedHost(Host):
         self.bytes_in = self.bytes_out = 0
         """Bytes copied to the device, and back."""
         self.most_bytes = 0
-        """The most bytes of copies at any time."""
+        """Largest number of bytes of buffers for copies at any time."""
         self.events: list[tuple[str, str]] = []
         """Events with their layer: `start`, `in` and `out` for each parameter, and `wait`."""
         self._layer = ""

@@ -17,7 +17,7 @@ class LearningRateFactor(NamedTuple):
     """A factor of the learning rate of some parameters."""
 
     pattern: str
-    """Pattern of full names in the stock model: `*` matches any text, dots included, `?` one character."""
+    """Pattern of full names in the stock model: `*` matches any text, including dots, `?` one character."""
     factor: float
     """Factor of at least 0; the factor 0 freezes the parameters."""
 
@@ -62,9 +62,9 @@ class Hyperparameters:
     eps: float = 1e-8
     learning_rate_schedule: LearningRateSchedule = LearningRateSchedule.COSINE
     final_fraction: float = 0.1
-    """Fraction of the peak at the last step, for schedules that decay to one."""
+    """Learning rate of the last step as a fraction of the peak, for schedules that decay to it."""
     router_bias_update_rate: float = 1e-3
-    """Change of a router's bias in a step, for an expert that is chosen more or less often than the mean."""
+    """Change per step of a router's bias for an expert that is chosen more or less often than the mean."""
     decay_fraction: float = 0.1
     """Fraction of all steps in which wsd decays."""
 

@@ -258,7 +258,7 @@ class Llava(Family):
         return block  # type: ignore[no-any-return]
 
     def initialize(self, model: Model, module: nn.Module) -> None:
-        """Fill a whole layer with the initial weights of transformers; the tower's own class fills the tower's parts."""
+        """Fill a whole layer with the initial weights of transformers; the tower's own class fills its modules."""
         stock = self.stock_model(model)
         within = [part for name, part in module.named_modules() if name == VISION_TOWER]
         within += [module] if getattr(module, "of_tower", False) else []

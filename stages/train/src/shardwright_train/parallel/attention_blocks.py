@@ -26,9 +26,9 @@ _SHORT = (torch.float16, torch.bfloat16)
 _ROWS = 32
 """The memory-efficient kernel pads its log-sum-exps to a multiple of this many queries."""
 _ALIGNMENT = 8
-"""Rows of a mask in the memory-efficient kernel, and heads in the flash kernel, must be multiples of this."""
+"""Row strides of masks for the memory-efficient kernel, and features of a head for flash, must be multiples of this."""
 _WIDEST_FLASH, _FLASH_CAPABILITY = 256, (8, 0)
-"""Largest heads and least compute capability of the flash kernel."""
+"""Largest number of features of a head, and lowest compute capability, for the flash kernel."""
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 

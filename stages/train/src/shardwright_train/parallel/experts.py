@@ -234,7 +234,9 @@ def expert_products(rows: Tensor, weights: Tensor, counts: Counts) -> Tensor:
 
 
 def with_biases(rows: Tensor, biases: Tensor, counts: Counts, weights: Tensor | None = None) -> Tensor:
-    """Return sorted rows [rows, features] plus the biases [experts, features] of their experts, times weights [rows].
+    """Return sorted rows [rows, features] plus their experts' biases [experts, features] times `weights` [rows].
+
+    `weights` multiply only the biases; None: they are added as they are.
 
     The gradient of the biases is a matrix product: nothing is added by atomics.
     """
@@ -322,9 +324,9 @@ class RouterBias(NamedTuple):
     """The bias of a layer's router [experts], which is added to scores when experts are chosen."""
 
     bias: Tensor
-    """The same on all ranks of the layer."""
+    """Bias [experts], the same on all ranks of the layer."""
     experts: slice
-    """Numbers of the layer's experts among all layers' experts."""
+    """Slice of the layer's experts among all layers' experts."""
 
 
 class RouterBiases(NamedTuple):

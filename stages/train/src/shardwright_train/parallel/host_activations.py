@@ -47,7 +47,7 @@ class CountedCopies(Copies):
     def __init__(self) -> None:
         self.bytes_out = self.bytes_in = 0
         self.host_bytes = self.most_host_bytes = 0
-        """Bytes in host memory now, and at most."""
+        """Bytes in host memory: now, and the peak."""
 
     def out(self, x: Tensor) -> Tensor:
         """Return a copy; for a tensor without data, one on the meta device, which takes no memory."""

@@ -75,7 +75,7 @@ class Groups:
         return self._meshes[key]
 
     def sequence_group(self, plan: Plan, strategy: Strategy) -> dist.ProcessGroup:
-        """Return the group of this rank that splits heads and features of a layer, or exchanges positions for heads."""
+        """Return this rank's group that splits heads and features of a layer, or that exchanges positions for heads."""
         axes = axes_of(strategy)
         if axes.exchanges_heads:
             return self._in_stage(plan, Purpose.EXCHANGE, axes.heads)

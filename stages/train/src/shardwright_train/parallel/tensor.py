@@ -282,7 +282,7 @@ class AcrossRanks:
     """Whether gathered keys and values are kept for the backward pass, because a replay gathers them again."""
     context: ContextParallel
     is_stand_in: bool = False
-    """Whether this rank's keys and values stand for the group's in a measurement."""
+    """Whether this rank's keys and values stand for the whole group's keys and values, in a measurement."""
     _of_length: dict[tuple[int, bool], GatherAttention | RingAttention] = field(default_factory=dict)
 
     def attend(
