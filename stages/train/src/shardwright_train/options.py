@@ -136,7 +136,7 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     """Folder in peft's format with the trained low-rank matrices to begin with, in addition to --weights; see
     docs/training.md."""
     new_weights: bool = False
-    """Draw the head's parameters that --weights does not contain."""
+    """Draw parameters of the head, and of layers that predict further tokens, that --weights does not contain."""
     checkpoint_every: Count = 500
     """Steps between checkpoints."""
     checkpoint_minutes: Annotated[float, Meta(ge=0, le=1e6)] = 0.0

@@ -250,7 +250,7 @@ class Weights:
     aliases: Mapping[str, str]
     """Tied names, each with the name of the parameter that it equals."""
     new: tuple[str, ...]
-    """Parameters of the head that the folder does not have."""
+    """Parameters of the head, and of layers that predict further tokens, that the folder does not have."""
     surplus: tuple[str, ...]
     """Keys of the folder that the model does not use."""
     adapter: Mapping[str, AdapterTensor]
@@ -305,9 +305,10 @@ class Weights:
 
 
 def open_weights(folder: Path, model: Model, family: Family, allow_new: bool, adapter: Path | None = None) -> Weights:
-    """Match a folder, and a trained `adapter`, with a plan's model; `allow_new` permits missing head parameters.
+    """Match a folder, and a trained `adapter`, with a plan's model.
 
-    Raises BadInput in one line for a configuration or a shape that differs from the model, for missing parameters, and
+    `allow_new`: whether parameters of the head, and of layers that predict further tokens, may be missing. Raises
+    BadInput in one line for a configuration or a shape that differs from the model, for other missing parameters, and
     for surplus parameters inside blocks.
     """
     config = read_config(folder)
