@@ -1,9 +1,9 @@
 """The check of a plan in one process: the traffic and memory of each role, from a step on tensors without data.
 
 One rank of each role runs its step under FakeTensorMode in a fake world; operators are counted as they are dispatched.
-Few microbatches are enough: 1F1B, interleaved or not, repeats itself once the pipeline is full, so the first ones give
-the peak. GPipe holds all of them, so the memory at each event of a pass is linear in their number: two steps, one of
-them a microbatch longer, give both coefficients.
+A few microbatches are enough: 1F1B, interleaved or not, repeats itself once the pipeline is full, so the first
+microbatches give the peak. GPipe holds all microbatches, so the memory at each event of a pass is linear in their
+number: two steps, one of them a microbatch longer, give both coefficients.
 """
 
 import weakref
@@ -46,7 +46,7 @@ from shardwright_train.torch_private import FakeStore, FakeTensorMode, TorchDisp
 # The step of one rank, on tensors without data.
 
 
-# The argument that holds the full tensor of each.
+# For each operator, the collective and the index of the argument with the full tensor.
 _COLLECTIVES = {
     "c10d::allreduce_": (Collective.ALL_REDUCE, 0),
     "c10d::_allgather_base_": (Collective.ALL_GATHER, 0),
@@ -71,22 +71,22 @@ class SimulatedStep(NamedTuple):
     """The traffic and memory of one simulated step of a rank."""
 
     message_bytes: Mapping[Traffic, int]
-    """Bytes of all messages of a kind, as `hardware_profile.Collective` counts them; of sends by the sender."""
+    """Bytes of all messages of a kind, as `hardware_profile.Collective` counts them; the sender counts sends."""
     parameters_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
     host_bytes: int
-    """Optimizer state in host memory."""
+    """Bytes of optimizer state in host memory."""
     host_activation_bytes: int
-    """The most of activations in host memory."""
+    """Peak bytes of activations in host memory."""
     peak_bytes: int
-    """Peak of resident tensor memory in bytes, parameters, gradients and optimizer state included."""
+    """Peak of resident tensor memory in bytes, including parameters, gradients and optimizer state."""
     microbatch_bytes: int
     """Bytes of a microbatch's tokens and labels, or pixels, which the rank holds throughout the step."""
     resident_bytes: Mapping[StepEvent, int]
     """Resident bytes at each event of a pass, without ZeRO-3's gathered parameters; see `StepHook`."""
     peaks: Mapping[StepEvent, int]
-    """Peak of resident bytes between each event of a pass and the event before it."""
+    """Peak of resident bytes between each event of a pass and the previous event."""
 
 
 def simulate_step(
@@ -94,7 +94,7 @@ def simulate_step(
 ) -> SimulatedStep:
     """Build a rank's pipeline stage as every command does, and run one step of it without data or other ranks.
 
-    With `reset_attention_mask` the documents of its samples are marked.
+    `reset_attention_mask`: whether samples have marked documents, so that masks are made.
     """
     device = torch.device("cpu")
     with _simulated_world(rank, plan.world_size):
@@ -117,7 +117,7 @@ def simulate_step(
                 events[name, at] = resident.now - engine.stage.gathered_bytes
 
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-            # One copy on the device: a tensor with data would be another at each use.
+            # One fake copy on the device: a tensor with data would be converted anew at each use.
             step = replace(step, batch={name: fake.from_tensor(x) for name, x in step.batch.items()})
             for chunk in engine.stage.chunks:
                 with_memory(chunk, device)
@@ -150,7 +150,7 @@ def simulate_step(
 
 
 class _WaitingUpdates:
-    """The memory that updates take which a step has left for the next one: their gradients, and buffers of copies."""
+    """The memory of updates that a step has left for the next step: their gradients, and buffers for copies."""
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
         states = [each for layer in optimizer.streamed for each in optimizer.streamed_states(layer)]
@@ -162,7 +162,7 @@ class _WaitingUpdates:
         }
 
     def start_updates(self, layer: str) -> None:
-        """Updates take nothing more while they run."""
+        """Do nothing: running updates take no further memory."""
 
     def finish_updates(self, layer: str) -> None:
         """Free the gradients of a layer."""
@@ -210,8 +210,8 @@ class _SentBytes(TorchDispatchMode):
 class _ResidentBytes(TorchDispatchMode):
     """A dispatch mode that tracks the storages that operations allocate, until they are freed.
 
-    FSDP empties and refills storages that it keeps, which no operation shows: their sizes are read again whenever the
-    sum seems to reach a peak since the last event, and when it is asked for.
+    FSDP empties and refills storages that it keeps, which is visible in no operation: their sizes are read again
+    whenever the sum seems to reach a peak since the last event, and when the sum is requested.
     """
 
     def __init__(self) -> None:
@@ -240,7 +240,7 @@ class _ResidentBytes(TorchDispatchMode):
 
     def follow(self, x: Tensor) -> None:
         """Count a tensor's storage from now on."""
-        # A DTensor itself pretends to a storage of the whole tensor.
+        # A DTensor itself pretends to have a storage of the whole tensor.
         storage = local_tensor(x).untyped_storage()
         key = id(storage)
         if key not in self._storages:
@@ -248,7 +248,7 @@ class _ResidentBytes(TorchDispatchMode):
             self._sum += storage.nbytes()
 
     def release(self, tensors: Sequence[Tensor]) -> None:
-        """Count tensors no longer, and restart the peak: on a CPU what is in host memory looks the same."""
+        """Stop counting tensors, and restart the peak: on CPU, tensors in host memory look like any others."""
         for x in tensors:
             self._forget(id(x.untyped_storage()))
         self.peak = self._recent = self._sum
@@ -256,7 +256,7 @@ class _ResidentBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
-            # What a layer keeps in host memory is of another device.
+            # What a layer keeps in host memory is on another device (meta).
             if isinstance(x, Tensor) and x.device.type == "cpu":
                 self.follow(x)
         if self._sum > self._recent:
@@ -271,15 +271,15 @@ class _ResidentBytes(TorchDispatchMode):
 
 
 _ROUNDS = 8
-"""Micro-batches of a shortened step of several chunks and split backward passes, for each stage."""
+"""Least number of micro-batches, per pipeline stage, of a shortened step with several chunks and weight passes."""
 _PAIR = 4, 5
-"""Microbatches of two steps of GPipe: the first two and the last two of each differ from those between them."""
+"""Microbatches of two steps of GPipe: in each, the first two and the last two differ from those between them."""
 
 
 def simulate_peak(
     plan: Plan, rank: int, family: Family, attention: str, reset_attention_mask: bool = False
 ) -> tuple[Plan, SimulatedStep, int]:
-    """A shortened plan, its simulated step on a rank, and the peak bytes of a step of the whole plan."""
+    """Return a shortened plan, its simulated step on a rank, and the peak bytes of a step of the whole plan."""
     count = _microbatches(plan, plan.stage_of_rank(rank))
     pair = _PAIR if count == plan.num_microbatches > _PAIR[-1] and _holds_all(plan) else (count,)
     plans = [_shortened(plan, each) for each in pair]
@@ -293,7 +293,7 @@ def simulate_peak(
 def _microbatches(plan: Plan, stage: int) -> int:
     """Return how many micro-batches a shortened step needs to reach the whole step's peak memory.
 
-    Of several chunks each is the fullest at another moment of a group, so that one more group is needed.
+    Each of several chunks is fullest at another moment of a group of microbatches, so that one more group is needed.
     """
     whole, schedule = stage_actions(plan, stage), schedule_of(plan.schedule)
     stages, chunks = len(plan.stages), len(plan.stages[stage].layers)
@@ -315,7 +315,7 @@ def _microbatches(plan: Plan, stage: int) -> int:
 
 
 def _holds_all(plan: Plan) -> bool:
-    """Whether every stage holds all microbatches, the last one too."""
+    """Return whether every stage, even the last, holds all microbatches at once."""
     stages, count = len(plan.stages), plan.num_microbatches
     return not plan.schedule.splits and schedule_of(plan.schedule).in_flight(stages, count, stages - 1) == count
 
@@ -325,7 +325,7 @@ def _shortened(plan: Plan, count: int) -> Plan:
 
 
 def _extended_peak(shorter: SimulatedStep, longer: SimulatedStep, further: int) -> int:
-    """The peak with more microbatches than the shorter step's, each adding as much as the longer step's last."""
+    """Return the peak bytes with `further` microbatches, each adding as much as the longer step's additional one."""
     half = _PAIR[0] // 2
     peaks = []
     for (name, (microbatch, chunk)), size in shorter.peaks.items():
@@ -352,24 +352,24 @@ class RoleCheck(NamedTuple):
 
     role: Role
     messages: Mapping[tuple[Cause, Traffic], tuple[int, int]]
-    """Number of messages, and their bytes together, by cause and kind; sends are counted by the sender.
+    """Number of messages, and their total bytes, by cause and kind; sends are counted by the sender.
 
-    Redistribution may move more on one rank of a role than on another: the most is given.
+    Redistribution may move more on one rank of a role than on another: the maximum is given.
     """
     miscounted: Mapping[Traffic, tuple[int, int]]
     """Kinds of traffic whose simulated bytes differ from the formulas: bytes counted, bytes by formula."""
     step: SimulatedStep
-    """A shortened step."""
+    """The simulated step, which may be shortened."""
     host_bytes: int
-    """Bytes in host memory: of optimizer states, which each step copies to the device and back, and of activations."""
+    """Bytes in host memory: optimizer states, which each step copies to the device and back, and activations."""
     peak_bytes: int
     """Peak tensor memory in bytes."""
     communicators: Mapping[Purpose, int]
-    """Number of NCCL communicators by purpose, on the role's rank whose communicators hold most memory."""
+    """Number of NCCL communicators by purpose, on the role's rank whose communicators take the most memory."""
 
 
 def roles_of(plan: Plan) -> tuple[Role, ...]:
-    """The distinct roles of a plan's ranks, each with all its ranks."""
+    """Return the distinct roles of a plan's ranks, each with all its ranks."""
     ranks_of: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     for index, stage in enumerate(plan.stages):
         for me, rank in enumerate(stage.ranks):
@@ -407,7 +407,7 @@ def _in_flight(plan: Plan, role: Role) -> int:
 
 
 def raise_if_too_large(plan: Plan, checks: tuple[RoleCheck, ...]) -> None:
-    """Raise NothingFits naming the rank that exceeds its memory most, if one does."""
+    """Raise NothingFits naming the rank that exceeds its memory by the most, if any does."""
     lacking = []
     for check in checks:
         for rank in check.role.ranks:
@@ -509,7 +509,7 @@ def _mib(size: int) -> str:
 
 
 def _spans(numbers: Sequence[int]) -> str:
-    """Numbers as ranges, such as `0-3 8` for 0, 1, 2, 3, 8."""
+    """Return numbers as ranges, such as `0-3 8` for 0, 1, 2, 3, 8."""
     spans: list[tuple[int, int]] = []
     for number in numbers:
         if spans and number == spans[-1][1] + 1:

@@ -35,23 +35,23 @@ class DescribeOptions(Options, frozen=True, kw_only=True):
     out: Path
     """Model description to write (JSON)."""
     sequence_length: Count | None = None
-    """Tokens of one sample; if left out 4096, or the model's positions if these are fewer."""
+    """Number of tokens of a sample; by default 4096, or the model's number of positions if that is smaller."""
     taken_as: str | None = field(default=None, name="as")
     """A family, such as llama or mixtral, whose model is described in place of one of an unknown type: it has the
-    same width, layers, heads and experts, and is another model."""
+    same width, layers, heads and experts, but is another model."""
     mtp: Annotated[int, Meta(ge=0, le=8)] = 0
-    """Layers that predict further tokens, as DeepSeek-V3's: its num_nextn_predict_layers is 1; if left out none, which
-    is said if config.json has some."""
+    """Number of layers that predict further tokens, as in DeepSeek-V3, whose num_nextn_predict_layers is 1. By default
+    none; a message says if config.json has some."""
     frozen: tuple[_Text, ...] = ()
-    """Part that is not trained: embedding, head, layers, layers[2] or layers[0:8], and after a dot which parameters,
-    as in layers.mlp.*; it has no gradients and no optimizer state. May be repeated."""
+    """Part that is not trained: embedding, head, layers, layers[2] or layers[0:8]; after a dot, only these parameters,
+    as in layers.mlp.*. It has no gradients and no optimizer state. May be repeated."""
     lora: Path | None = None
-    """An adapter_config.json of peft, or its folder: only the low-rank matrices that it names are trained. A run begins
-    with the trained weights that a folder has (`run --adapter`)."""
+    """peft's adapter_config.json, or its folder: only the low-rank matrices that it names are trained. If the folder
+    has trained weights, a run begins with them (`run --adapter`)."""
 
 
 class PrepareOptions(Options, frozen=True, kw_only=True):
-    """Write the tokens of a text in Megatron's indexed format: of a tokenizer trained on it, or of a model's own.
+    """Write the tokens of a text in Megatron's indexed format, by a tokenizer trained on it or by a model's own.
 
     Killed and started again, it resumes; the result is the same to the byte.
     """
@@ -59,37 +59,37 @@ class PrepareOptions(Options, frozen=True, kw_only=True):
     text: str
     """Text file, folder of text files, or `python-stdlib`: Python's own sources; --source lists other kinds."""
     out: Path
-    """Folder for tokenizer.json, tokens.bin, tokens.idx, data.json; of images images.npy, labels.npy, classes.json."""
+    """Folder for tokenizer.json, tokens.bin, tokens.idx, data.json; for images images.npy, labels.npy, classes.json."""
     source: Source = Source.AUTO
     """Format of the text: files of text or JSON lines, a folder of `datasets`, dumps of Wikipedia without their
-    markup or with it (wikitext), or Megatron's .idx and .bin; auto: by its name. images: a folder with one of JPEG
-    and PNG files for each class, for ViT and Swin."""
+    markup or with it (wikitext), or Megatron's .idx and .bin; auto: by the name. images: a folder with a subfolder of
+    JPEG and PNG files for each class, for ViT and Swin."""
     image_size: Annotated[int, Meta(ge=1, le=2**14)] | None = None
-    """Height and width in pixels that images are scaled and cropped to, the model's image_size."""
+    """Height and width in pixels to which images are scaled and cropped: the model's image_size."""
     mel_bins: Annotated[int, Meta(ge=1, le=2**10)] | None = None
-    """Frequencies of a spectrogram of speech, the model's num_mel_bins."""
+    """Number of frequencies of a spectrogram of speech: the model's num_mel_bins."""
     seconds: Annotated[int, Meta(ge=1, le=2**10)] = 30
-    """Length in s that every recording is filled up to, a fiftieth of the model's max_source_positions."""
+    """Length in s to which every recording is padded: a fiftieth of the model's max_source_positions."""
     vocab_size: Annotated[int, Meta(ge=257, le=2**24)] | None = None
-    """Tokens of the byte-level BPE to train; needed unless `tokenizer` is given."""
+    """Number of tokens of the byte-level BPE to train; needed unless `tokenizer` is given."""
     tokenizer: Path | None = None
     """Folder of a model, with tokenizer.json and tokenizer_config.json: its tokenizer is used as it is, and its end of
     sequence, or else its separator, closes each document."""
     tokenizer_mib: Annotated[float, Meta(ge=0.01, le=2**20)] = 64.0
-    """Most text to train a tokenizer on, from the beginning, in MiB."""
+    """Largest amount of text, from the beginning, on which a tokenizer is trained, in MiB."""
     glob: str | None = None
-    """Pattern of the files of a folder; if left out *.txt, *.py of python-stdlib, *.jsonl* or *.xml.bz2."""
+    """Pattern of a folder's files; by default *.txt, or *.py for python-stdlib, *.jsonl* or *.xml.bz2 by --source."""
     field: str = "text"
-    """Field of JSON lines and data sets that holds the document."""
+    """Field of JSON lines and data sets that contains the document."""
     dataset_split: str = "train"
-    """Split to take from a folder of `datasets` with several."""
+    """Split to use of a folder of `datasets` with several splits."""
     max_mib: Annotated[float, Meta(ge=0.01, le=2**20)] | None = None
-    """Most text to take, in MiB; all if left out."""
+    """Largest amount of text to use, in MiB; by default all."""
     workers: Count | None = None
-    """Processes that make tokens; one for each core if left out."""
+    """Number of processes that tokenize; by default one per core."""
     loss_on: LossOn = LossOn.ALL
     """completions: JSON lines or rows have `prompt` and `completion`, `messages`, or `input_ids` and `labels`, and
-    only what answers is learned (docs/data.md)."""
+    only the answers are learned (docs/data.md)."""
 
 
 class RankOptions(NodeOptions, frozen=True, kw_only=True):
@@ -125,18 +125,18 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     """Folder that `prepare` wrote, one with a blend.json, or one of images.npy and labels.npy; `random`: random
     samples, only for timing. See docs/data.md."""
     steps: Annotated[int, Meta(ge=1, lt=10**8)]
-    """Steps in all, resumed ones included."""
+    """Total number of steps, including those before a run was resumed."""
     out: Path
     """Folder for metrics.jsonl and DONE.json."""
     checkpoints: Path
-    """Folder for checkpoints; kept by plan inside."""
+    """Folder for checkpoints, with a subfolder for each plan."""
     weights: Path | None = None
     """Folder of config.json and safetensors to begin with, instead of drawn weights; see docs/weights.md."""
     adapter: Path | None = None
-    """Folder of peft with the trained low-rank matrices to begin with, in addition to --weights; see
+    """Folder in peft's format with the trained low-rank matrices to begin with, in addition to --weights; see
     docs/training.md."""
     new_weights: bool = False
-    """Draw the head's parameters that these weights lack."""
+    """Draw parameters of the head, and of layers that predict further tokens, that --weights does not contain."""
     checkpoint_every: Count = 500
     """Steps between checkpoints."""
     checkpoint_minutes: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
@@ -146,21 +146,21 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     keep_checkpoints: Count = 2
     """Number of latest checkpoints to keep."""
     keep_every: NonNegativeCount = 0
-    """Also keep those of every so many steps; 0: none."""
+    """Also keep the checkpoints of steps that are multiples of this number; 0: none."""
     resume_from: Path | None = None
     """Checkpoint (step-…) to branch from, of any plan for the same model: the branch has a separate folder, and resumes
     from it when it is run again. Without it a run resumes from its newest whole checkpoint."""
     allow_batch_change: bool = False
-    """Let a branch have another global batch size than the checkpoint's."""
+    """Let a branch have another global batch size than its checkpoint."""
     allow_length_change: bool = False
-    """Let a branch have samples of another length, and other settings of rotations, than the checkpoint's; it continues
-    after the same number of tokens."""
+    """Let a branch have samples of another length, and other rotary settings, than its checkpoint; it continues after
+    the same number of tokens."""
     max_time_s: Annotated[float, Meta(ge=1, le=1e9)] | None = None
     """Save and stop (exit 75) after the first step that ends this many seconds after the first began."""
     max_restarts: Annotated[int, Meta(ge=0, le=1000)] = 0
     """Number of times to restart the ranks of all nodes when some were killed, hang, or are gone with their node."""
     on_node_loss: OnNodeLoss = OnNodeLoss.WAIT
-    """Reaction to a lost node: wait for it (600 s), or search a plan for the rest with `shardwright plan`."""
+    """Reaction to a lost node: wait for it (600 s), or search a plan for the other nodes with `shardwright plan`."""
     replan_hardware: Path | None = None
     """Hardware profile of the cluster (HDF5), for replan."""
     replan_profile: tuple[Path, ...] = ()
@@ -168,7 +168,7 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     replan_search: Path | None = None
     """Search file (JSON) with the plan's global batch size, for replan."""
     replan_imbalance: str | None = None
-    """`--imbalance` of `shardwright plan`, for replan: a ratio from 1, or a load of experts (JSON)."""
+    """`--imbalance` of `shardwright plan`, for replan: a ratio of at least 1, or a load of experts (JSON)."""
     trial: bool = True
     """Try each pipeline stage by itself before the first step, so that too little memory is noticed, and kernels are
     loaded, before a stage waits for another; it takes part of a step's time."""
@@ -186,19 +186,19 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     decay_fraction: Share = 0.1
     """Length of the decay of wsd, as a share of all steps."""
     learning_rate_factor: tuple[_Text, ...] = ()
-    """PATTERN=FACTOR: multiply the learning rate of the parameters whose names match, as `*.embed_tokens.weight=0.1`;
-    may be repeated, and the first match counts; 0 leaves them unchanged."""
+    """PATTERN=FACTOR: multiply the learning rate of parameters whose names match, as in `*.embed_tokens.weight=0.1`.
+    May be repeated: the first match counts. The factor 0 leaves parameters unchanged."""
     weight_decay: _Rate = 0.1
-    """AdamW's decay, per learning rate: of matrices, not of norms and biases."""
+    """Weight decay, which is multiplied by the learning rate: of matrices, not of norms and biases."""
     decay_norms_and_biases: bool = False
     """Apply weight decay to norms and biases, too."""
     clip_norm: _Rate = 1.0
     """Largest global 2-norm of gradients; 0: no clipping."""
     router_bias_update_rate: _Rate = 1e-3
-    """Change in a step of the biases by which DeepSeek-V3 chooses experts; 0 keeps them."""
+    """Change per step of the router biases with which DeepSeek-V3 chooses experts; 0 keeps them."""
     mtp_loss_scaling_factor: _Rate = 0.1
-    """What the mean loss of further predicted tokens is multiplied by before it is added to the loss, of a model
-    described with --mtp (Megatron-LM's option); DeepSeek-V3 had 0.3, at the end 0.1."""
+    """Factor of the mean loss of further predicted tokens in the loss of a model described with --mtp (Megatron-LM's
+    option); DeepSeek-V3 was trained with 0.3, at the end with 0.1."""
     seed: NonNegativeCount = 0
     """Seed of initial weights and sample order."""
     deterministic: bool = False
@@ -207,8 +207,8 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     objective: Objective | None = None
     """Objective of T5: spans that are cut out of a text (default), or the continuation of a prefix."""
     loss_on: LossOn | None = None
-    """The tokens that the loss is the mean of, over the whole global batch: all, or completions; by default completions
-    if the data was prepared so."""
+    """Tokens over which the loss is a mean, in the whole global batch: all, or completions; by default completions if
+    the data was prepared so."""
     valid_fraction: Share = 0.0
     """Share of the data, after the training data, that is held out for evaluation."""
     test_fraction: Share = 0.0
@@ -219,15 +219,15 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     reset_position_ids: bool = False
     """Number positions from 0 in each document of a sample (Megatron-LM's option)."""
     valid_data: Path | None = None
-    """Folder as `data`, to evaluate on instead of a share of it."""
+    """Folder like `data` to evaluate on, instead of a share of it."""
     eval_every: NonNegativeCount = 0
     """Steps between evaluations; 0: only after the last step."""
     eval_samples: Count | None = None
     """Evaluate on this many samples from the beginning; by default on all."""
     keep_best: bool = False
-    """Keep the checkpoint with the least loss of all evaluations, too."""
+    """Also keep the checkpoint with the lowest loss of all evaluations."""
     log_to: tuple[LogTo, ...] = ("none",)
-    """Loggers for loss, times (s), memory (GiB) and the predicted ones of each step; may be given several times."""
+    """Loggers of each step's loss, times (s), memory (GiB), and their predictions; may be given several times."""
 
     @property
     def schedule(self) -> LearningRateSchedule:
@@ -236,7 +236,7 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
 
     @property
     def boundaries(self) -> Boundaries:
-        """The treatment of document boundaries in a sample."""
+        """Return the treatment of document boundaries in a sample."""
         return Boundaries(self.reset_attention_mask, self.reset_position_ids)
 
     @property
@@ -263,7 +263,7 @@ class CheckOptions(Options, frozen=True, kw_only=True):
 class ConvertOptions(Options, frozen=True, kw_only=True):
     """Write the model of a checkpoint, saved under any plan, as a folder that transformers' from_pretrained opens.
 
-    Of a model described with --lora an adapter is written, as a folder that peft opens.
+    For a model described with --lora an adapter is written, as a folder that peft opens.
     """
 
     checkpoint: Annotated[Path, POSITIONAL]
@@ -273,11 +273,11 @@ class ConvertOptions(Options, frozen=True, kw_only=True):
     out: Path
     """Folder to write: config.json, safetensors, and their index if there are several."""
     best: bool = False
-    """Take the checkpoint that DONE.json names as the best, of a run with --keep-best, instead of its last."""
+    """Use the best checkpoint that DONE.json names instead of the last, for a run with --keep-best."""
     copy_from: Path | None = None
     """Folder whose tokenizer, generation configuration and names of classes are copied along."""
     dtype: Dtype | None = None
-    """Format of the weights; as they were saved if left out."""
+    """Format of the weights; by default as they were saved."""
     file_gib: Gib = 5.0
     """Largest size of a file in GiB; one file at a time is held in memory."""
 
@@ -289,13 +289,13 @@ class MeasureOptions(RankOptions, frozen=True, kw_only=True):
     """
 
     plans: Annotated[tuple[Path, ...], POSITIONAL]
-    """Files of plans; of a prediction, its runners-up."""
+    """Files with plans; for a prediction, its runners-up."""
     out: Path
     """Measurement to write (JSON)."""
     steps: Count = 5
-    """Timed steps of each plan; up to 3 times as many if times scatter by over 10 %."""
+    """Number of timed steps of each plan; up to 3 times as many if times scatter by over 10 %."""
     warmup_steps: Count = 2
-    """Steps before the timed ones."""
+    """Number of steps before the timed ones."""
     min_time_s: Seconds = 0.0
     """Measure each plan for at least this many seconds, whatever the steps."""
     trace: Path | None = None
@@ -318,7 +318,7 @@ class MeasureJob(MeasureOptions, frozen=True, kw_only=True, tag="measure"):
 
 
 def encode_job(job: RunJob | MeasureJob) -> bytes:
-    """A job as the content of the file that its ranks read."""
+    """Return the content of the file from which ranks read a job."""
     return msgspec.json.encode(job, enc_hook=str)
 
 

@@ -1,4 +1,4 @@
-"""The start of a process: deterministic kernels, if a run asks for them, and a faster import of PyTorch."""
+"""The start of a process: deterministic kernels, if a run requests them, and a faster import of PyTorch."""
 
 import gc
 import os
@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from shardwright.io import BadInput
 from shardwright.types import Attention, Plan
 
-# Runs whose steps give the same bits again on GPUs, at the price of slower kernels (`--deterministic`).
+# Runs whose steps are reproducible to the bit on GPUs, at the price of slower kernels (`--deterministic`).
 
 
 OPTION = "--deterministic"
 _ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
-"""What cuBLAS reads when a process first uses a GPU, and transformers when it calls flash-attn."""
+"""Variables that cuBLAS reads when a process first uses a GPU, and transformers when it calls flash-attn."""
 _NONE = "does not have a deterministic implementation"
-"""Words of PyTorch's error for an operation that adds in any order, or chooses its kernel by the clock."""
+"""Words of PyTorch's error for an operation that adds in any order, or chooses its kernel by timing."""
 
 
 def check_deterministic(plan: Plan, file: object) -> None:
@@ -31,7 +31,7 @@ def check_deterministic(plan: Plan, file: object) -> None:
 
 
 def prepare_environment() -> None:
-    """Set this process up for deterministic kernels, before PyTorch is imported."""
+    """Set this process's environment for deterministic kernels, before PyTorch is imported."""
     os.environ.update(_ENVIRONMENT)
 
 
@@ -47,7 +47,7 @@ def deterministic(file: object, asked: bool) -> Iterator[None]:
     import torch
 
     torch.use_deterministic_algorithms(True)
-    # What is not initialized is not read; PyTorch would fill it otherwise.
+    # PyTorch would fill uninitialized memory otherwise, but it is never read.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
     try:
@@ -62,14 +62,14 @@ def deterministic(file: object, asked: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-# A faster import of PyTorch and transformers: in two thirds of the time, by pausing garbage collection.
+# A faster import of PyTorch and transformers: pausing garbage collection saves a third of the time.
 
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Disable garbage collection during imports: they create no garbage, and the search takes a third of their time.
+    """Disable garbage collection during imports: they create no garbage, but collections take a third of their time.
 
-    Later collections do not scan these objects either.
+    Later collections do not scan these objects, either.
     """
     collected = gc.isenabled()
     gc.disable()

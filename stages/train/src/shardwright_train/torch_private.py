@@ -1,7 +1,7 @@
 """The private names of PyTorch that the runtime uses, each with the public name that would replace it.
 
-No other file may use one (`tests/architecture` holds this): what a new version of PyTorch can break stands here.
-`make versions` runs them under each version that is declared.
+No other file may use such a name (`tests/architecture` checks this): all that a new version of PyTorch may break is
+here. `make versions` runs it under each declared version.
 
 | private name | used for | what would replace it |
 | --- | --- | --- |
@@ -9,26 +9,26 @@ No other file may use one (`tests/architecture` holds this): what a new version 
 `clip_grads_with_norm_`, once they take gradients on several meshes, and weights for replicas |
 | `found_inf`, `grad_scale` of optimizers (no underscore, not documented) | an update that the device alone decides \
 on | \
-`torch.amp.GradScaler`, once it takes a norm that was summed over ranks |
+`torch.amp.GradScaler`, once it accepts a norm that was summed over ranks |
 | `torch.distributed._composable.replicate_with_fsdp.replicate` | DDP with FSDP2's mixed precision | `fully_shard` \
 over a mesh (replicate, shard of size 1), at the cost of gathering from a group of one |
-| `_get_fsdp_state`, `_fsdp_param_group`, `FSDPParam`, `_unsharded_param` | gradients summed where they lie | a \
-public reduction hook of FSDP2; there is `set_all_reduce_hook`, which runs after its own reduction only |
+| `_get_fsdp_state`, `_fsdp_param_group`, `FSDPParam`, `_unsharded_param` | gradients summed in place | a \
+public reduction hook of FSDP2; `set_all_reduce_hook` exists, but it only runs after FSDP2's own reduction |
 | `FSDPParamGroup.post_backward`, `accumulate_unsharded_grad_if_needed`, `to_accumulated_grad_if_needed` | gradients \
 that weight passes make outside of autograd | a public way to reduce a unit's gradients at another time |
 | `_root_post_backward_final_callback` | ending a step of layers through which no backward pass goes | a public way to \
 reset what forward passes have recorded, and to reshard |
 | `_all_gather_result`, `all_gather_outputs`, `is_unsharded` | telling activations from gathered parameters in the dry \
 run | counting the storages that the gathers' own operations make |
-| `_set_unshard_async_op` | gathers beside the computation on CPU too, not held longer than needed | its public name, \
-once it has one; `FSDPModule.unshard` gathers so one by one |
+| `_set_unshard_async_op` | gathers during the computation on CPU too, not held longer than needed | its public name, \
+once it has one; `FSDPModule.unshard` does the same for a single module |
 | `_StridedShard` | ZeRO over the dim that tensor parallelism shards | `distribute_tensor` on a mesh in the other \
 order, if checkpoints may then lie otherwise |
 | `DTensor._spec`, `DTensor.__new__` with a spec | gradients as DTensors | `DTensor.from_local`, which takes 0.1 ms \
 more each |
 | `torch._subclasses.fake_tensor`: `FakeTensor`, `FakeTensorMode`; `FakeStore` | the dry run | none; the `fake` \
 backend and the fake tensors of `torch.export` are the nearest |
-| `TorchDispatchMode` | counting collectives and storages | none; `TorchFunctionMode` sees no collective |
+| `TorchDispatchMode` | counting collectives and storages | none; `TorchFunctionMode` does not see collectives |
 | `_EventType`, `_ExtraFields_Allocation`, `_ProfilerEvent` | allocations on CPU | `export_memory_timeline`, or an \
 allocator of CPU memory with counters |
 | `UntypedStorage._cdata` | telling storages of fake tensors apart | `data_ptr`, once fake tensors have one |
@@ -43,17 +43,17 @@ name |
 | `torch._dynamo.config`: `skip_fwd_side_effects_in_bwd_under_checkpoint`, `recompile_limit`, \
 `accumulated_recompile_limit`, `fail_on_recompile_limit_hit` | parameters swapped inside recomputed and compiled \
 parts; no layer that runs uncompiled in silence | `torch.compiler.config`, which has other settings so far |
-| `torch._C._distributed_c10d._dump_fr_trace_json`, `_dump_nccl_trace_json` | what collectives a rank that hangs has \
+| `torch._C._distributed_c10d._dump_fr_trace_json`, `_dump_nccl_trace_json` | the collectives that a hanging rank has \
 entered | `torch.distributed.flight_recorder`, which reads pickles, once it makes and reads JSON |
-| `torch.ops._c10d_functional` | what collectives are in a compiled graph | none |
+| `torch.ops._c10d_functional` | recognizing the collectives in a compiled graph | none |
 | `torch.ops.aten._scaled_dot_product_flash_attention`, `_scaled_dot_product_flash_attention_backward`, \
 `_scaled_dot_product_efficient_attention`, `_scaled_dot_product_efficient_attention_backward`, \
-`_scaled_dot_product_flash_attention_for_cpu`, `_scaled_dot_product_flash_attention_for_cpu_backward` | logarithms of \
-sums, by which ring attention merges blocks of attention | an option of `scaled_dot_product_attention` that returns \
-them, with a backward pass from merged ones |
-| `torch._fused_sdp_choice` | naming the kernel that `scaled_dot_product_attention` takes | none; `torch.profiler` \
+`_scaled_dot_product_flash_attention_for_cpu`, `_scaled_dot_product_flash_attention_for_cpu_backward` | log-sum-exps, \
+with which ring attention merges blocks of attention | an option of `scaled_dot_product_attention` that returns them, \
+with a backward pass that accepts merged ones |
+| `torch._fused_sdp_choice` | naming the kernel that `scaled_dot_product_attention` uses | none; `torch.profiler` \
 shows the kernels that ran |
-| `torch.ops.aten._grouped_mm` | telling grouped products, whose results selective recomputation keeps | none |
+| `torch.ops.aten._grouped_mm` | recognizing grouped matrix products, which selective recomputation keeps | none |
 """
 
 from collections.abc import Callable, Iterator
@@ -94,7 +94,7 @@ __all__ = [
 ]
 
 _MAX_GRAPHS = 4096
-"""Largest number of compiled graphs per piece of code, as layers of different strategies need separate graphs."""
+"""Largest number of compiled graphs per piece of code: layers with different strategies need separate graphs."""
 
 _DUMPS = {"nccl": "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}
 
@@ -111,13 +111,13 @@ efficient_attention_backward = torch.ops.aten._scaled_dot_product_efficient_atte
 
 
 def sdpa_choice(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> str:
-    """The name of the kernel that `scaled_dot_product_attention` takes for its arguments, such as `cudnn`."""
+    """Return the name of the kernel that `scaled_dot_product_attention` uses for its arguments, such as `cudnn`."""
     choice = SDPBackend(torch._fused_sdp_choice(query, key, value, **settings))
     return choice.name.removesuffix("_ATTENTION").lower()
 
 
 traced_attention = torch.ops.aten._scaled_dot_product_flash_attention
-"""The operator of FlashAttention, which fake tensors trace without a GPU."""
+"""FlashAttention's operator, which can be traced with fake tensors without a GPU."""
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -133,7 +133,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def hooks_around() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-    """Return the hooks for saved tensors that are in force, to be called by those that take their place."""
+    """Return the current hooks for saved tensors, which hooks that replace them must call."""
     found = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return found or (_unchanged, _unchanged)
 
@@ -143,19 +143,19 @@ def _unchanged(x: Any) -> Any:
 
 
 def fsdp_parameters(module: nn.Module) -> Iterator[FSDPParam]:
-    """Yield FSDP2's record of each parameter of a module, without those of wrapped modules inside it."""
+    """Yield FSDP2's record of each parameter of a module, without parameters of wrapped modules inside it."""
     if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group) is not None:
         yield from group.fsdp_params
 
 
 def gathered_parameter(parameter: FSDPParam) -> nn.Parameter | None:
-    """The gathered parameter that the layer computes with, or None if it was never gathered."""
+    """Return the gathered parameter with which the layer computes, or None if it was never gathered."""
     gathered: nn.Parameter | None = getattr(parameter, "_unsharded_param", None)
     return gathered
 
 
 def gathered_bytes(module: nn.Module) -> int:
-    """The bytes of a module's parameters that FSDP2 holds gathered, or is gathering."""
+    """Return the bytes of a module's parameters that FSDP2 has gathered, or is gathering."""
     if not isinstance(module, FSDPModule) or (group := module._get_fsdp_state()._fsdp_param_group) is None:
         return 0
     if (gathering := group._all_gather_result) is not None:
@@ -165,19 +165,19 @@ def gathered_bytes(module: nn.Module) -> int:
 
 
 def end_without_backward(module: nn.Module) -> None:
-    """Reset FSDP2's record of forward passes, and reshard, in a root module without a backward pass."""
+    """Reset FSDP2's record of forward passes in a root module without a backward pass, and reshard its parameters."""
     assert isinstance(module, FSDPModule)
     module._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def end_of_weight_pass(module: nn.Module, reduces: bool) -> None:
-    """Let FSDP2 take the gradients that a weight pass has added to a unit outside of autograd, and reduce them if so.
+    """Make FSDP2 take the gradients that a weight pass has added to a unit outside of autograd; reduce them if asked.
 
-    Between backward passes it does so by itself, in the pass that follows.
+    After a backward pass FSDP2 does so by itself, in the pass that follows.
     """
     if not isinstance(module, FSDPModule) or (group := module._get_fsdp_state()._fsdp_param_group) is None:
         return
-    # All in the format of the reduction: those of the backward pass, which did not reduce, are.
+    # All in the format of the reduction, as the gradients of the backward pass, which did not reduce, already are.
     for record in group.fsdp_params:
         if gathered_parameter(record) is not None:
             record.accumulate_unsharded_grad_if_needed()
@@ -192,7 +192,7 @@ def gather_asynchronously(module: FSDPModule) -> None:
 
 
 def with_spec_of(parameter: DTensor, local: Tensor) -> DTensor:
-    """Return a DTensor with another's layout and a given local shard, without checks."""
+    """Return a DTensor with the layout of `parameter` and the local shard `local`, without checks."""
     spec = parameter._spec
     if spec.tensor_meta is not None and spec.tensor_meta.dtype is not local.dtype:
         spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
@@ -200,7 +200,7 @@ def with_spec_of(parameter: DTensor, local: Tensor) -> DTensor:
 
 
 def direct_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The dict in which a module looks up its parameters (not its children's); changes act at once."""
+    """Return the dict in which a module looks up its own parameters (not its children's); changes act at once."""
     return module._parameters
 
 
@@ -211,14 +211,14 @@ def compiled(function: Callable[..., Any], backend: str = "inductor") -> Callabl
     config: Any = torch._dynamo.config
     config.recompile_limit, config.accumulated_recompile_limit = _MAX_GRAPHS, _MAX_GRAPHS
     config.fail_on_recompile_limit_hit = True
-    # What is swapped in a forward pass is put back in it: a replay has nothing to do over.
+    # A forward pass puts back all that it swaps: a replay has no side effects to repeat.
     config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     return torch.compile(function, backend=backend)
 
 
 @contextmanager
 def default_timeout(timeout: timedelta) -> Iterator[None]:
-    """Set the timeout of process groups that are made inside without one, such as a DeviceMesh's."""
+    """Set the timeout of process groups that are made inside without one, such as the groups of a DeviceMesh."""
     names = ("default_pg_timeout", "default_pg_nccl_timeout")
     before = {name: getattr(distributed_c10d, name) for name in names}
     vars(distributed_c10d).update(dict.fromkeys(names, timeout))
@@ -229,7 +229,7 @@ def default_timeout(timeout: timedelta) -> Iterator[None]:
 
 
 def flight_recorder_trace(backend: str) -> bytes:
-    """The collectives that this rank has entered over `nccl` or `gloo` and are still recorded, as JSON."""
+    """Return the recorded collectives that this rank has entered over `nccl` or `gloo`, as JSON."""
     from torch._C import _distributed_c10d as c10d
 
     dump: Callable[[bool, bool], bytes] = getattr(c10d, _DUMPS[backend])

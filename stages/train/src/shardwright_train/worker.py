@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 
 def main(job_file: str, device_type: str) -> None:
-    """Do the job; the launcher prints an orderly error, and this process sets its exit code."""
+    """Do the job; if it fails with a ShardwrightError, the launcher prints it, and this process sets the exit code."""
     start_rank()
-    # The profiler that records memory greets and takes leave on standard error otherwise.
+    # Otherwise the profiler that records memory prints messages on standard error when it starts and ends.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     job = decode_job(Path(job_file).read_bytes())
     if isinstance(job, RunJob) and job.deterministic:
         prepare_environment()
-    # Before the ranks meet, for it takes seconds: then the time that their first step is allowed begins for all.
+    # Imported before the ranks meet, as it takes seconds: the time limit of the first step begins when they meet.
     with without_collection():
         from shardwright_train.parallel.world import joined_world, out_of_memory_said
         from shardwright_train.torch_private import flight_recorder_trace
 
         work = _work_of(job)
-    # The launcher judges first what hangs, and asks for stacks and collectives: a process group, or NCCL's watchdog of
-    # its watchdog, that spoke before would end ranks that had shown nothing.
+    # The launcher must be the first to notice a hang, and request stacks and collectives: a timeout of a process group,
+    # or of NCCL's heartbeat monitor, would end ranks before they have shown these.
     timeout_s = 2 * max(START_UP_S, job.hang_timeout_s)
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", f"{timeout_s:.0f}")
     with end_quietly(), joined_world(device_type, timeout_s=timeout_s) as world:

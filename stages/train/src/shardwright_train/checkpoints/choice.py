@@ -49,7 +49,7 @@ class Resumed(NamedTuple):
         return msgspec.structs.replace(progress, samples=-(-progress.samples * saved // sequence_length))
 
     def beginning(self, goes_on: bool, sequence_length: int) -> Beginning:
-        """The position at which the batches of a resumed run, or, if `goes_on` is false, of a branch begin."""
+        """Return where a run's global batches begin: as recorded if it `goes_on`; in a branch, at the checkpoint."""
         progress = self.progress(sequence_length)
         return self.record.began if goes_on else Beginning(step=progress.step, samples=progress.samples)
 
@@ -76,7 +76,7 @@ def _appears(file: Path) -> bool:
 
 
 def checkpoint_to_resume(job: RunOptions, identity: Identity, run: Path, world: World) -> Resumed | None:
-    """Return the checkpoint to continue from: the run's newest, else the one that it branches from, else None.
+    """Return the checkpoint to continue from: the run's newest one, or else the one that it branches from, or None.
 
     Raises BadInput on all ranks if a run of this identity cannot continue from it.
     """
@@ -161,7 +161,7 @@ def read_whole(checkpoint: Path, world: World) -> Resumed:
 
 
 def read_record(checkpoint: Path) -> Checkpoint:
-    """A checkpoint's record; raises BadInput if there is none, or its step differs from its folder's."""
+    """Return a checkpoint's record; raise BadInput if there is none, or if its step differs from the folder's name."""
     if not os.path.lexists(checkpoint / RECORD):
         raise BadInput(
             checkpoint, f"is not a complete checkpoint: it has no {RECORD}", "pass the folder of a step, step-…"
@@ -173,7 +173,7 @@ def read_record(checkpoint: Path) -> Checkpoint:
 
 
 def check_files(checkpoint: Path, record: Checkpoint, share: Sequence[int]) -> None:
-    """Raise BadInput if some checkpoint files, given by their numbers, are damaged, or if there are unexpected ones."""
+    """Raise BadInput if files of a checkpoint, given by indices in the record, are damaged, or if others exist."""
     strange = sorted({path.name for path in checkpoint.glob("*.safetensors")} - {file.name for file in record.files})
     if strange:
         raise BadInput(checkpoint / strange[0], "is not one of the files that were saved", _OTHER)
@@ -223,9 +223,9 @@ _OF_SCHEDULE = ("learning_rate", "learning_rate_schedule", "warmup_steps", "fina
 
 
 def changed_rate(record: Checkpoint, asked: Identity) -> str | None:
-    """Return how the requested schedule changes the learning rate of the next step; None: it does not.
+    """Return a message on how the requested schedule changes the learning rate of the next step; None: it does not.
 
-    Records of earlier versions do not have the steps of their schedule, and nothing is known of their rate.
+    Records of earlier versions do not contain the length of their schedule: their learning rate is not known.
     """
     saved, step = record.identity, record.progress.step + 1
     if saved.schedule_steps is None or asked.schedule_steps is None or step > asked.schedule_steps:

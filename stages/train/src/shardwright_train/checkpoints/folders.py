@@ -31,7 +31,7 @@ METRICS = "metrics.jsonl"
 LOCK = "LOCK"
 SECRET = "SECRET"
 OUT_LOCK = "LOCK.out"
-"""Name of the lock file for a run's output folder, which may be the same folder as its checkpoints'."""
+"""Name of the lock file of a run's output folder, which may be the same folder as the folder of its checkpoints."""
 _DIGITS = 16
 """Digits of a plan's SHA-256 in the name of a run's folder."""
 _STEP = re.compile(r"step-([0-9]{8})")
@@ -44,7 +44,7 @@ _Loss = Annotated[float, Meta(ge=-1e30, le=1e30)]
 
 
 def folder_of_run(checkpoints: Path, plan: Plan, parent: Path | None = None) -> Path:
-    """Return the checkpoint folder of a plan, or of its branch from a checkpoint; its name is a hash of what is run.
+    """Return the checkpoint folder of a plan, or of its branch from a checkpoint, named after a hash of what runs.
 
     Plans that differ in names, prices or memory share a folder.
     """
@@ -58,7 +58,7 @@ def adopt_older(checkpoints: Path, plan: Plan, parent: Path | None = None) -> No
     """
     run, older = folder_of_run(checkpoints, plan, parent), checkpoints / _name_of_run(plan.sha256, parent)
     if older.is_dir() and not os.path.lexists(run):
-        with suppress(FileExistsError):  # another node may be at it
+        with suppress(FileExistsError):  # another node may do the same
             run.symlink_to(older.name)
     if run.is_symlink() and not run.exists():
         problem = f"is a link to {run.readlink()}, which does not exist"
@@ -66,7 +66,7 @@ def adopt_older(checkpoints: Path, plan: Plan, parent: Path | None = None) -> No
 
 
 def names_plan(run: Path, plan_sha256: str) -> bool:
-    """Return whether a run's folder, or its link's target, is named for a plan."""
+    """Return whether a run's folder, or the target of its link, is named after a plan."""
     return run.resolve().name.startswith(plan_sha256[:_DIGITS])
 
 
@@ -92,17 +92,17 @@ def named_checkpoints(run: Path) -> tuple[Path, ...]:
 
 
 def complete_checkpoints(run: Path) -> tuple[Path, ...]:
-    """The complete checkpoints of a run, newest first, without checking their files for damage."""
+    """Return the complete checkpoints of a run, newest first, without checking their files for damage."""
     return tuple(path for path in named_checkpoints(run) if (path / RECORD).is_file())
 
 
 def latest_checkpoint(run: Path) -> Path | None:
-    """The complete checkpoint with the highest step, or None."""
+    """Return the complete checkpoint with the highest step, or None."""
     return next(iter(complete_checkpoints(run)), None)
 
 
 def damaged_checkpoints(run: Path) -> tuple[Path, ...]:
-    """The checkpoints of a run that were set aside."""
+    """Return the checkpoints of a run that were set aside."""
     return tuple(sorted(run.glob(f"step-*{_DAMAGED}*")))
 
 
@@ -120,7 +120,7 @@ def unfinished_folder(checkpoint: Path) -> Path:
 
 
 def make_empty(folder: Path) -> None:
-    """Make the folder of an unfinished checkpoint; anything of that name that no save wrote is renamed first."""
+    """Make the folder of an unfinished checkpoint; anything with that name that no save wrote is renamed first."""
     _clear(folder)
     folder.mkdir(parents=True)
 
@@ -136,10 +136,10 @@ def remove_leftovers(run: Path) -> None:
 
 
 def prune(run: Path, keep_last: int, keep_every: int, kept: Collection[int] = ()) -> None:
-    """Remove complete checkpoints except the latest, every `keep_every`-th step's (0: none), and `kept`.
+    """Remove complete checkpoints except the `keep_last` latest, every `keep_every`-th step's, and steps in `kept`.
 
-    A checkpoint that holds anything else, or is a link, stays. Each is renamed first, so that a partly deleted one is
-    never taken for a complete one, nor for one that has lost its record.
+    `keep_every` 0 keeps none by step. A checkpoint that contains anything else, or is a link, stays. Each is renamed
+    first, so that a partly deleted one is never taken for a complete one, nor for one that has lost its record.
     """
     for path in complete_checkpoints(run)[keep_last:]:
         step = step_of(path)
@@ -160,7 +160,7 @@ def set_aside(checkpoint: Path) -> Path:
 
 
 def _clear(path: Path) -> None:
-    """Free a path: remove what a save wrote; rename anything else and report it."""
+    """Free a path: remove a folder that a save wrote; rename anything else and report it."""
     if not os.path.lexists(path):
         return
     if _is_saved(path):
@@ -199,7 +199,7 @@ class Identity(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model_sha256: Sha256
     """SHA-256 of the model's description, which other plans may share."""
     data_sha256: Sha256
-    """SHA-256 of the samples, tokenizer included."""
+    """SHA-256 of the samples, including the tokenizer."""
     seed: NonNegativeCount
     """Seed of initial weights, sample order and dropout; all randomness follows from it and a sample's number."""
     global_batch_size: Samples
@@ -210,10 +210,10 @@ class Identity(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sequence_length: Tokens | None = None
     """Tokens of a sample; None in records of earlier versions."""
     tensors_sha256: Sha256 | None = None
-    """SHA-256 of the model's description without its sequence length and the settings of its rotations; None in records
-    of earlier versions."""
+    """SHA-256 of the model's description without its sequence length and rotary settings; None in records of earlier
+    versions."""
     schedule_steps: Count | None = None
-    """Steps of the learning rate's schedule; None in records of earlier versions."""
+    """Length in steps of the learning rate schedule; None in records of earlier versions."""
 
     @classmethod
     def of_run(cls, job: RunOptions, plan: Plan, data_sha256: str, weights_sha256: str | None = None) -> "Identity":
@@ -265,7 +265,7 @@ class Progress(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @classmethod
     def begin(cls, loss_scale: float) -> "Progress":
-        """The progress of a run before its first step."""
+        """Return the progress of a run before its first step."""
         return cls(
             step=0,
             samples=0,
@@ -320,7 +320,7 @@ class Checkpoint(Document, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def identity_of(model: Model) -> str:
-    """The SHA-256 of the parts of a model's description that are the same under all plans."""
+    """Return the SHA-256 of the parts of a model's description that are the same under all plans."""
     return sha256_of_value([model.architecture_sha256, model.sequence_length])
 
 

@@ -1,7 +1,7 @@
 """Checkpoints written and read: safetensors files, which torch.distributed.checkpoint's reader reads, too.
 
-Nothing is pickled. Each element is stored once, whichever ranks have it: every rank derives which parts it saves
-only from the tensors' layouts, and any other plan's ranks read the parts that they need.
+Nothing is pickled. Each element is stored once, whichever ranks have it: every rank derives the parts that it saves
+from only the tensors' layouts, and ranks of any other plan read the parts that they need.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", t
 _HEADER_ALIGNMENT = 8
 _STAGES = 2
 _STAGE_BYTES = 2**25
-"""Bytes of a staging buffer: 32 MiB, which a GPU is assumed to copy at 25 GB/s or more, as it does larger ones."""
+"""Bytes of a staging buffer: 32 MiB, which a GPU is assumed to copy at 25 GB/s or more, as fast as larger ones."""
 
 
 class TensorShard(NamedTuple):
@@ -60,15 +60,15 @@ class TensorShard(NamedTuple):
 
 
 ExpertOrders = Mapping[str, Sequence[int]]
-"""Experts along the first dim of those tensors of a plan that have them in another order than checkpoints."""
+"""Experts along the first dim, by name, of tensors that have them in another order than checkpoints."""
 
 
 def parts_to_save(tensors: Mapping[str, Tensor], orders: ExpertOrders | None = None) -> tuple[TensorShard, ...]:
     """Return the parts of its tensors that this rank saves: each element once over all ranks, balanced by bytes.
 
     No communication is needed: the ranks that hold replicas hold the same tensors of their pipeline stage in the
-    same order. A tensor that is no DTensor belongs only to this process. Experts in another order are parts of
-    their own, but for neighbours.
+    same order. A tensor that is no DTensor belongs only to this process. Experts in another order are separate parts;
+    consecutive ones share a part.
     """
     mine = _chosen(tensors)
     held = _shards({name: x for name, x in tensors.items() if name in mine})
@@ -76,7 +76,7 @@ def parts_to_save(tensors: Mapping[str, Tensor], orders: ExpertOrders | None = N
 
 
 def _shards(tensors: Mapping[str, Tensor]) -> Iterator[TensorShard]:
-    """Yield what this rank holds of tensors, of each with any elements here."""
+    """Yield this rank's shard of each tensor that has elements here."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(tensors))
     for item in planner.create_local_plan().items:
@@ -86,7 +86,7 @@ def _shards(tensors: Mapping[str, Tensor]) -> Iterator[TensorShard]:
 
 
 def _in_order(shard: TensorShard, orders: ExpertOrders) -> Iterator[TensorShard]:
-    """Yield the parts of a shard with experts in the order of checkpoints: the shard, unless its tensor has another."""
+    """Yield the parts of a shard with consecutive experts; the whole shard if its tensor does not reorder experts."""
     if (order := orders.get(shard.name)) is None:
         yield shard
         return
@@ -96,7 +96,7 @@ def _in_order(shard: TensorShard, orders: ExpertOrders) -> Iterator[TensorShard]
 
 
 def _chosen(tensors: Mapping[str, Tensor]) -> set[str]:
-    """The names of the tensors that this rank saves: largest first, each by the rank with the least bytes."""
+    """Return the names of the tensors that this rank saves: largest first, each by the replica with the least bytes."""
     chosen = {name for name, x in tensors.items() if not isinstance(x, DTensor)}
     sharded = [(name, x) for name, x in tensors.items() if isinstance(x, DTensor)]
     if not sharded:
@@ -112,7 +112,7 @@ def _chosen(tensors: Mapping[str, Tensor]) -> set[str]:
 
 
 def _replicas(x: DTensor) -> NDArray[np.int64]:
-    """The ranks [replicas, parts] that hold a tensor."""
+    """Return the ranks [replicas, parts] that hold a tensor."""
     mesh: NDArray[np.int64] = x.device_mesh.mesh.numpy()
     axes = [axis for axis, placement in enumerate(x.placements) if isinstance(placement, Replicate)]
     count = math.prod(mesh.shape[axis] for axis in axes)
@@ -122,8 +122,9 @@ def _replicas(x: DTensor) -> NDArray[np.int64]:
 class HostBuffer:
     """A host buffer for one rank's parts of a checkpoint, allocated once.
 
-    What comes from a GPU passes through two stages of pinned memory, one of which is filled while the other is emptied:
-    so little is pinned, whatever the size of the state. `stage_bytes` of each; None: as many as GPUs need, on CPU none.
+    Data from a GPU passes through two stages of pinned memory, one of which is filled while the other is emptied, so
+    little memory is pinned, whatever the size of the state. `stage_bytes`: size of each stage; None: 32 MiB for a GPU,
+    no stages on CPU.
     """
 
     def __init__(self, parts: Sequence[TensorShard], stage_bytes: int | None = None) -> None:
@@ -139,7 +140,7 @@ class HostBuffer:
         self.stages = [torch.empty(stage_bytes, dtype=torch.uint8, pin_memory=from_gpu) for _ in range(count)]
 
     def copied(self, parts: Sequence[TensorShard]) -> tuple[TensorShard, ...]:
-        """Copies of the parts in this buffer, overwriting its previous contents."""
+        """Return copies of the parts in this buffer, overwriting its previous contents."""
         if self.stages:
             self._copy_through_stages([part.local for part in parts])
         else:
@@ -168,7 +169,7 @@ class HostBuffer:
 
 
 def _pieces(places: Sequence[Tensor], tensors: Sequence[Tensor], most: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the bytes of tensors in pieces of at most so many, each with its place."""
+    """Yield the places for pieces of at most `most` bytes of the tensors, and the pieces."""
     for place, tensor in zip(places, tensors, strict=True):
         there, here = (x.reshape(-1).view(torch.uint8) for x in (place, tensor))
         yield from zip(there.split(most), here.split(most), strict=True)
@@ -183,7 +184,7 @@ def _empty(place: Tensor, stage: Tensor, filled: Any) -> None:
 def write_tensors(folder: Path, parts: Sequence[TensorShard], rank: int) -> None:
     """Write a rank's parts into its files in a folder; raise OSError if the system refuses it.
 
-    A file has one part of a tensor: of experts in another order there are several.
+    A file has at most one part of each tensor: for experts in another order there are several files.
     """
     files = list[list[TensorShard]]()
     counts = Counter[str]()
@@ -199,8 +200,8 @@ def write_tensors(folder: Path, parts: Sequence[TensorShard], rank: int) -> None
 def read_tensors(folder: Path, tensors: dict[str, Tensor], orders: ExpertOrders | None = None) -> None:
     """Fill the tensors of all ranks in place; raise BadInput on all ranks if the parts that they need are missing.
 
-    Outside a world, only this process's are filled. Each rank reads by itself, as all see the same file headers.
-    `orders`: of tensors with experts in another order than the checkpoint's.
+    Outside a world, only this process's tensors are filled. Each rank reads by itself, as all see the same file
+    headers. `orders`: as in `ExpertOrders`.
     """
 
     def read() -> None:
@@ -226,7 +227,7 @@ def saved_dtypes(folder: Path) -> dict[str, torch.dtype]:
 
 
 def files_of_rank(folder: Path, rank: int) -> tuple[Path, ...]:
-    """The files that a rank has written into a checkpoint's folder."""
+    """Return the files that a rank has written into a checkpoint's folder."""
     return tuple(sorted(folder.glob(f"{_prefix(rank)}*.safetensors")))
 
 
@@ -243,9 +244,9 @@ def total_bytes(tensors: dict[str, Tensor]) -> int:
 
 
 class _AnyLayout(DefaultLoadPlanner):
-    """A reader for vocabulary matrices with other padding than in the file, and experts in another order.
+    """A load planner that accepts vocabulary matrices padded differently in the file, and experts in another order.
 
-    The padding is zero under every plan, and stays so: no rank reads it.
+    Padding is zero under every plan: it is zeroed here and never read from the file.
     """
 
     def __init__(self, orders: ExpertOrders) -> None:
@@ -271,7 +272,7 @@ class _AnyLayout(DefaultLoadPlanner):
             self._parts[shard.name] = list(_in_order(shard, self._orders))
 
     def create_local_plan(self) -> LoadPlan:
-        """Plan to read each tensor's shard, and of experts in another order each part of it."""
+        """Plan to read each tensor's shard; with experts in another order, each part of the shard."""
         assert self.metadata is not None
         items = [item for item in super().create_local_plan().items if item.dest_index.fqn not in self._orders]
         for name, parts in self._parts.items():
@@ -289,7 +290,7 @@ class _AnyLayout(DefaultLoadPlanner):
 
 
 def _cause(error: CheckpointException, folder: Path) -> BadInput:
-    """A one-line error for tensors that this rank could not read; raise any other error unchanged."""
+    """Return a one-line error for tensors that this rank could not read; raise any other error unchanged."""
     cause, _ = next(iter(error.failures.values()))
     if isinstance(cause, OSError):
         return system_fault(cause, folder)
@@ -301,8 +302,9 @@ def _cause(error: CheckpointException, folder: Path) -> BadInput:
 def write_parts(file: Path, parts: Sequence[TensorShard]) -> None:
     """Write parts of tensors in the given order; contiguous host tensors are not copied, others one by one.
 
-    The format is that of https://huggingface.co/docs/safetensors: the header's length in 8 bytes, JSON, the bytes; in
-    it stands, for torch.distributed.checkpoint's reader, where each part begins in its tensor.
+    The format is described at https://huggingface.co/docs/safetensors: the header's length in 8 bytes, the header in
+    JSON, the bytes. The header also states, for torch.distributed.checkpoint's reader, where parts begin in their
+    tensors.
     """
     offsets = {part.name: {"saved_offsets": part.offsets} for part in parts}
     about = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
@@ -323,7 +325,7 @@ def write_parts(file: Path, parts: Sequence[TensorShard]) -> None:
 
 
 _ROOM = 1.05
-"""Ratio of the disk space of files to their contents; an assumption."""
+"""Ratio of the disk space of files to the bytes of their contents; an assumption."""
 
 
 @dataclass(frozen=True)
@@ -345,7 +347,7 @@ class Saver:
     bytes_in_all: int
     """Bytes of a checkpoint's tensors over all ranks."""
     expert_orders: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Experts along the first dim of tensors that have them in another order."""
+    """Experts along the first dim, by name, of tensors that have them in another order."""
     began: Beginning = field(default_factory=Beginning)
     """Origin of the run's own global batches."""
     locks: tuple[HeldLock, ...] = ()
@@ -373,7 +375,7 @@ class Saver:
             self._write(parts, progress)
 
     def check(self) -> None:
-        """Raise the error of an asynchronous save if one is known already."""
+        """Raise the error of an asynchronous save if it has already failed."""
         if self._writing and self._writing[0].done():
             self.finish()
 

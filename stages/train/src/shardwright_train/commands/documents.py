@@ -89,7 +89,7 @@ _OTHERS = {Source.IMAGES: _prepare_images, Source.CAPTIONS: _prepare_captions, S
 
 
 def convert(options: ConvertOptions) -> None:
-    """Write the model of a checkpoint as a folder of Hugging Face."""
+    """Write the model of a checkpoint as a folder in Hugging Face's format."""
     with without_collection():
         from shardwright_train.weights.export import export
     export(options)
@@ -123,7 +123,7 @@ def check(options: CheckOptions) -> None:
 
 
 def _document_shares(plan: Plan, data: Path, separates: bool) -> tuple[str, ...]:
-    """A line for each cp_size of a plan of how unequal documents leave the attention of its ranks."""
+    """Return a line for each cp_size of a plan: how uneven documents make the attention of its ranks."""
     from shardwright_train.data.document_pairs import document_warnings
     from shardwright_train.data.split import Boundaries
     from shardwright_train.models.base import family_of
@@ -140,10 +140,10 @@ def _document_shares(plan: Plan, data: Path, separates: bool) -> tuple[str, ...]
 def describe_folder(
     folder: Path, name: str, sequence_length: int | None, adapter: Path | None = None, taken_as: str | None = None
 ) -> Model:
-    """Describe the model of a folder's config.json for samples of a length in tokens, positions of images included.
+    """Describe the model of a folder's config.json for samples of a length in tokens, including positions of images.
 
-    `sequence_length` None: 4096, or the model's positions if these are fewer, which is said.
-    `adapter`: an adapter_config.json of peft, or its folder: low-rank matrices are trained instead of the model.
+    `sequence_length` None: 4096 or the model's number of positions if that is smaller; a message says which.
+    `adapter`: peft's adapter_config.json, or its folder: low-rank matrices are trained instead of the model.
     `taken_as`: the family whose model is described instead of a model of an unknown type.
     Raises BadInput naming the key that cannot be trained, and why.
     """
@@ -154,7 +154,7 @@ def describe_folder(
         from shardwright_train.models.gemma3n import GEMMA3N, describe_gemma3n
         from shardwright_train.models.traced import describe_by_trace, is_traced
 
-    # One line says what is wrong. Importing transformers sets its level, so this comes after.
+    # Errors take one line here. Importing transformers sets its log level, so this comes after it.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
         if taken_as is None and is_traced(given) and not has_images(given):

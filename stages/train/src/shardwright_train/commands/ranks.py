@@ -41,7 +41,7 @@ from shardwright_train.training.loggers import check_loggers
 
 _DATA = "pass one that `prepare` wrote, or one with images.npy and labels.npy"
 _Turns = tuple[str, ...]
-"""Hashes of plans that are measured in turns."""
+"""Hashes of plans that are measured alternately."""
 
 
 def start_run(options: RunOptions) -> None:
@@ -95,7 +95,7 @@ def _check_weights(options: RunOptions, weights: Path, plan: Plan) -> None:
 
 
 def _check_adapter(options: RunOptions, plan: Plan) -> None:
-    """Raise BadInput if a run would not begin with the trained adapter that its model was described with."""
+    """Raise BadInput if a run would not begin with the trained adapter with which its model was described."""
     if options.adapter is not None and options.weights is None:
         raise BadInput(options.adapter, "an adapter needs the weights of its base model", "add --weights BASE")
     low_rank, begins = plan.model.low_rank, options.resume_from is None and options.data != Path("random")
@@ -153,16 +153,17 @@ def start_measure(options: MeasureOptions) -> None:
 
 
 class _Beside(NamedTuple):
-    """Files and options that plans need in addition; plans are identified by their hashes."""
+    """What the files of plans request besides the plans, which are identified here by their hashes."""
 
     in_turns: tuple[_Turns, ...]
     shares: Mapping[str, int]
-    """Number of ranks over which longer samples would be split, for plans whose ranks each stand for one of these."""
+    """For context probes, by plan: the number of ranks over which longer samples would be split; a rank represents one.
+    """
     experts: tuple[ExpertProbe, ...]
 
     @classmethod
     def read(cls, asked: Sequence[Plans]) -> "_Beside":
-        """Return which plans the files request to measure in turns, and as context probes."""
+        """Return which plans the files request to measure alternately and as context probes, and all expert probes."""
         return cls(
             tuple(tuple(some.plans[place].sha256 for place in group) for some in asked for group in some.in_turns),
             {some.plans[probe.plan].sha256: probe.cp_size for some in asked for probe in some.context or ()},
@@ -170,7 +171,7 @@ class _Beside(NamedTuple):
         )
 
     def for_plans(self, plans: tuple[Plan, ...]) -> Plans:
-        """Return these plans with the requests that concern them."""
+        """Return these plans with their groups to measure alternately, their context probes, and all expert probes."""
         places = {plan.sha256: place for place, plan in enumerate(plans)}
         groups = (tuple(places[one] for one in group if one in places) for group in self.in_turns)
         shares = (ContextProbe(plan=places[one], cp_size=size) for one, size in self.shares.items() if one in places)
@@ -194,8 +195,9 @@ def _measure(
 ) -> None:
     """Measure plans of one world size in one launch, and relaunch each time that a device runs out of memory.
 
-    Ranks that wait for one that ran out cannot be called back: they are started anew, and what is measured is kept.
-    A plan that ran out while it was measured in turns with others is measured by itself, and so are the others.
+    Ranks that wait for a rank that ran out of memory cannot be interrupted: they are started again, and measurements
+    are kept. If a plan ran out of memory while it was measured alternately with others, it and the others are then
+    measured one by one.
     """
     together, result = scratch / "plans.json", scratch / "result.json"
     fields = msgspec.structs.asdict(options) | {"plans": (together,), "out": result}
@@ -252,7 +254,7 @@ def _in_order(plans: Sequence[Plan], results: _Results) -> Measurement:
 
 
 def _of_failures(failed: tuple[PlanFailure, ...]) -> Measurement:
-    """A measurement with only failures, which are known without the ranks."""
+    """Return a measurement with only failures, which are known without the ranks."""
     plan = failed[0].plan
     device_type = device_type_of(plan.cluster, plan.name)
     on_gpu = device_type != CPU
@@ -290,9 +292,9 @@ def check_plan(plan: Plan, file: object, nodes: Nodes) -> None:
 
 
 def check_host_memory(plan: Plan, ranks: Iterable[int], free_bytes: int, file: object) -> None:
-    """Raise BadInput if what the ranks of a node keep in its memory exceeds what is free of it.
+    """Raise BadInput if the ranks of a node would keep more in its host memory than `free_bytes`.
 
-    Counted are optimizer states, and of activations the layers' inputs, which are all that recomputed layers keep.
+    Optimizer states count, and of activations only the layers' inputs, which are all that recomputed layers keep.
     """
     ranks = tuple(ranks)
     needed = sum(sum(host_states(plan, rank)) + host_inputs(plan, rank) for rank in ranks)
@@ -302,7 +304,7 @@ def check_host_memory(plan: Plan, ranks: Iterable[int], free_bytes: int, file: o
 
 
 def _free_host_bytes(file: object) -> int:
-    """Return the bytes of this machine's memory that Linux counts as available; BadInput on other systems."""
+    """Return the bytes of this machine's memory that Linux counts as available; raise BadInput on other systems."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except FileNotFoundError:
@@ -320,13 +322,13 @@ def _check_folders(*folders: Path | None) -> None:
 
 
 def _check_apart(options: RunOptions, run: Path) -> None:
-    """Raise BadInput if --out is inside the folder of the run's checkpoints, whose files have the same names."""
+    """Raise BadInput if --out is inside the folder of the run's checkpoints, which has files with the same names."""
     if options.out.resolve().is_relative_to(run.resolve()):
         raise BadInput(options.out, "is the folder of this run's checkpoints", "choose another --out")
 
 
 def start_ranks(job: RunJob | MeasureJob, plan: Plan, nodes: Nodes, name: str = "", start: int = 0) -> None:
-    """Start this node's ranks of a plan, and wait until they have done a job."""
+    """Start this node's ranks of a plan, and wait until they have finished a job."""
     with scratch_folder() as scratch:
         job_file = scratch / "job.json"
         job_file.write_bytes(encode_job(job))
@@ -421,9 +423,9 @@ def check_replan(options: RunOptions, plan: Plan, run: Path, nodes: Nodes) -> No
 def replanned(
     options: RunOptions, plan: Plan, nodes: Nodes, gone: Collection[int], run: Path
 ) -> tuple[RunOptions, Plan, Nodes]:
-    """The remaining nodes' run: a branch from the newest checkpoint, under a plan searched by node 0.
+    """Return the run of the remaining nodes: a branch from the newest checkpoint, under a plan searched by node 0.
 
-    Raises RunFailed if node 0 itself is gone, or none of the nodes left can hold the model.
+    Raises RunFailed if node 0 itself is gone, or if no plan is found for the remaining nodes.
     """
     if 0 in gone:
         branch = f"plan for the others and branch with --resume-from {latest_checkpoint(run)}"
@@ -440,7 +442,7 @@ def replanned(
 
 
 def without_nodes(cluster: Cluster, gone: Collection[int]) -> Cluster:
-    """The cluster of the remaining nodes, in their order."""
+    """Return the cluster of the remaining nodes, in their order."""
     types = [group.node_type for group in cluster.nodes for _ in range(group.count)]
     left = [node_type for node, node_type in enumerate(types) if node not in gone]
     groups = tuple(NodeGroup(node_type=name, count=len(list(nodes))) for name, nodes in groupby(left))

@@ -4,8 +4,8 @@ Images with classes: images.npy: uint8 [images, channels, height, width], and la
 number of a class.
 
 Texts: images.npy as above, or features.npy: float32 [sounds, bins, frames]. tokens.npy: int32, the tokens of all texts,
--1 instead of an image. samples.npy: int64 [samples, 3]: the first token of a text, the number of its tokens, and the
-number of its sound or first image, -1 without one. Further images of a text follow that one.
+with -1 in the place of an image. samples.npy: int64 [samples, 3]: the index of a text's first token, its number of
+tokens, and the index of its sound or first image, or -1. Further images of a text follow its first one.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ _BRIGHTEST = 255
 
 
 class ImageForm(NamedTuple):
-    """The form of the images that a model takes, and its number of classes."""
+    """The form of a model's input images, and its number of classes."""
 
     channels: int
     height: int
@@ -43,7 +43,7 @@ class ImageForm(NamedTuple):
 
 @dataclass(frozen=True)
 class Images:
-    """A split of images: for training in another order each epoch; for evaluation in a fixed one."""
+    """A split of images: for training in another order each epoch; for evaluation in a fixed order."""
 
     pixels: NDArray[np.uint8]
     """Pixels [images, channels, height, width], mapped from the file."""
@@ -56,11 +56,11 @@ class Images:
 
     @property
     def per_epoch(self) -> int:
-        """The number of images of the split; in evaluation, images 0 to this number are the whole split once."""
+        """The number of images of the split; in evaluation, this many images from 0 are the whole split once."""
         return self._order.per_epoch
 
     def read(self, first: int, share: BatchShare) -> Batch:
-        """`pixel_values` [samples, channels, height, width] in [-1, 1] and `labels` [samples, 1]."""
+        """Return `pixel_values` [samples, channels, height, width] in [-1, 1] and `labels` [samples, 1]."""
         indices = first + share.rows
         chosen = self._order.chosen(indices)
         batch = {} if "labels" in share.left_out else {"labels": torch.from_numpy(self.labels[chosen])[:, None]}
@@ -82,9 +82,9 @@ class Images:
 
 
 def open_images(folder: Path, form: ImageForm, seed: int, part: SplitPart = WHOLE) -> Images:
-    """Open a split of a folder of images for a model; they are memory-mapped, but read once for their hash.
+    """Open a split of a folder of images for a model; files are memory-mapped, but read once for their hash.
 
-    Raises BadInput when a file is absent or damaged, they do not belong together, or do not fit the model.
+    Raises BadInput if a file is absent or damaged, or if files do not belong together or do not fit the model.
     """
     image_file, label_file = folder / "images.npy", folder / "labels.npy"
     pixels, labels = mapped(image_file), mapped(label_file)
@@ -108,7 +108,7 @@ def open_images(folder: Path, form: ImageForm, seed: int, part: SplitPart = WHOL
 
 
 def mapped(path: Path) -> NDArray[Any]:
-    """An array mapped from its file; raises BadInput if the file is not one."""
+    """Return an array mapped from its file; raise BadInput if the file does not contain one."""
     try:
         return open_memmap(path, mode="r")
     except OSError as error:
@@ -140,7 +140,7 @@ class Paired(Protocol):
 
     @property
     def inputs_file(self) -> str:
-        """The name of the file that holds images or sounds."""
+        """The name of the file with images or sounds."""
 
     @property
     def inputs_form(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
@@ -151,7 +151,7 @@ class Paired(Protocol):
         """Return the largest number of images or sounds in a sample."""
 
     def inputs_of(self, text: TextTokens) -> int:
-        """The number of images or sounds of a text that has some."""
+        """Return the number of images or sounds of a text that has any."""
 
     def of_texts(self, texts: Sequence[TextTokens]) -> Batch:
         """Return the tokens and labels of texts."""
@@ -160,7 +160,7 @@ class Paired(Protocol):
         """Return the model's inputs for images or sounds [n, max_inputs, ...]."""
 
     def unfit(self, text: TextTokens, has_input: bool) -> str | None:
-        """Return why a text cannot be a sample, or None."""
+        """Return the reason why a text cannot be a sample, or None."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class Pairs:
     tokens: TextTokens
     """Tokens of all texts, mapped from the file."""
     samples: NDArray[np.int64]
-    """First token, number of tokens and number of the input of each sample [samples, 3]."""
+    """Index of the first token, number of tokens and index of the first input of each sample [samples, 3]."""
     objective: Paired
     order: Shuffled
     sha256: str
@@ -180,11 +180,11 @@ class Pairs:
 
     @property
     def per_epoch(self) -> int:
-        """The number of samples of the split; in evaluation, samples 0 to this number are the whole split once."""
+        """The number of samples of the split; in evaluation, this many samples from 0 are the whole split once."""
         return self.order.per_epoch
 
     def read(self, first: int, share: BatchShare) -> Batch:
-        """The inputs and labels of a rank's share of a batch; missing images are black."""
+        """Return the inputs and labels of a rank's share of a batch; missing images are black."""
         chosen = self.order.chosen(first + share.rows)
         texts, numbers = self._texts(chosen), self.samples[chosen, 2]
         counts = np.array([self.objective.inputs_of(text) for text in texts], np.int64)
@@ -215,7 +215,7 @@ class Pairs:
 def open_pairs(folder: Path, objective: Paired, seed: int, part: SplitPart) -> Pairs:
     """Open a split of a folder of texts with images or sounds; files are memory-mapped, but read once for their hash.
 
-    Raises BadInput if a file is absent or damaged, they do not belong together, or do not fit the model.
+    Raises BadInput if a file is absent or damaged, or if files do not belong together or do not fit the model.
     """
     input_file, token_file, sample_file = (folder / name for name in (objective.inputs_file, TOKENS, SAMPLES))
     inputs, tokens, samples = mapped(input_file), mapped(token_file), mapped(sample_file)
@@ -246,7 +246,7 @@ def open_pairs(folder: Path, objective: Paired, seed: int, part: SplitPart) -> P
 
 def _check_samples(file: Path, samples: NDArray[np.int64], tokens: int, inputs: int) -> None:
     begin, count, place = samples.T
-    # No sum: in damaged files it may exceed the highest number.
+    # Not `begin + count`, which may overflow in damaged files.
     wrong = (begin < 0) | (count < 0) | (begin > tokens) | (count > tokens - begin) | (place < -1) | (place >= inputs)
     if wrong.any():
         raise BadInput(file, f"sample {int(wrong.argmax())} points outside the other files", "prepare it again")

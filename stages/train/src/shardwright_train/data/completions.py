@@ -1,12 +1,12 @@
 """Examples of which only a part is learned (loss on completions), as JSON objects in one of four forms.
 
-- `prompt` and `completion`, texts: the completion and the token that ends it are learned.
+- `prompt` and `completion`, strings: the completion and the token that ends it are learned.
 - `prompt` and `completion`, lists of messages: what the tokenizer's chat template adds to the prompt's text is learned.
-- `messages`: what the template marks by `{% generation %}`, the assistant's part, is learned.
-- `input_ids` and `labels`, tokens: those whose label is not -100 are learned.
+- `messages`: the assistant's part, which the template marks with `{% generation %}`, is learned.
+- `input_ids` and `labels`, tokens: tokens whose label is not -100 are learned.
 
-Text is tokenized as a whole, and a token is learned if one of its characters is: the same text without marks
-has equal tokens, as transformers' `apply_chat_template` has them.
+Text is tokenized as a whole, and a token is learned if one of its characters is. So the tokens are the same as without
+marks, as in transformers' `apply_chat_template`.
 """
 
 import re
@@ -40,7 +40,7 @@ class Form(StrEnum):
     TOKENS = "input_ids and labels"
 
     def ends(self, document: DocumentEnds) -> DocumentEnds:
-        """Return the tokens to add around an example; none if a template or the tokens themselves contain them."""
+        """Return the tokens to add before and after an example; none if its template or its tokens contain them."""
         return document if self is Form.TEXTS else DocumentEnds((), ())
 
 
@@ -94,18 +94,19 @@ def _read(piece: TextPiece) -> tuple[_Fields, Form]:
 
 
 class Reader:
-    """A tokenizer of examples of one form, by the tokenizer of a folder."""
+    """A reader of examples in one form, with the tokenizer of a folder."""
 
     def __init__(self, folder: Path, form: Form, ends: DocumentEnds, vocab_size: int) -> None:
         self._form, self._ends, self._rows = form, ends, vocab_size
         self._tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
-        self._tokenizer.encode_special_tokens = form is Form.TEXTS  # a template writes them, a text spells them
-        # It has no tokens to add here, and some cut the offsets of spaces.
+        # A template writes special tokens; in plain texts their spelling is ordinary text.
+        self._tokenizer.encode_special_tokens = form is Form.TEXTS
+        # It must add no tokens here, and some post-processors trim spaces from the offsets.
         self._tokenizer.post_processor = None
         self._template = _Template.of(folder) if form in (Form.CHATS, Form.MESSAGES) else None
 
     def learned(self, pieces: Sequence[TextPiece]) -> list[Learned]:
-        """The tokens of examples; raises BadInput, naming the place of one that cannot be learned."""
+        """Return the tokens of examples; raise BadInput, naming the place of an example that cannot be learned."""
         if self._form is Form.TOKENS:
             return [self._given(piece, self._fields(piece)) for piece in pieces]
         marked = [self._marked(piece, self._fields(piece)) for piece in pieces]
@@ -157,7 +158,7 @@ class Reader:
 
 
 def _targets(offsets: Iterable[tuple[int, int]], spans: _Spans) -> list[bool]:
-    """Whether any character of each token [offsets) is in a span."""
+    """Return, for each token with these half-open offsets, whether any of its characters is in a span."""
     return [any(begin < stop and end > start for start, stop in spans) for begin, end in offsets]
 
 
@@ -181,7 +182,7 @@ class _Template(NamedTuple):
         return cls(file, source, names)
 
     def marked(self, messages: _Messages, place: object) -> tuple[str, _Spans]:
-        """Return the text of messages, and the spans of the assistant's part; raise BadInput if none are marked."""
+        """Return the text of messages, and the spans of the assistant's part; raise BadInput if it is not marked."""
         if not _MARKS.search(self.source):
             problem = "the chat_template does not mark the assistant's part by {% generation %}"
             remedy = "add the marks to it, or give each answer as `completion` and the messages before as `prompt`"
@@ -189,7 +190,7 @@ class _Template(NamedTuple):
         return self._rendered(messages, place, return_assistant_tokens_mask=True)
 
     def text(self, messages: _Messages, place: object, asks: bool = False) -> str:
-        """Return the text of messages; `asks`: with the beginning of an answer."""
+        """Return the text of messages; `asks`: whether the beginning of an answer follows them."""
         return self._rendered(messages, place, add_generation_prompt=asks)[0]
 
     def _rendered(self, messages: _Messages, place: object, **how: bool) -> tuple[str, _Spans]:

@@ -1,7 +1,7 @@
 """The corpora that `prepare` reads: plain text, JSON lines, dumps of Wikipedia and folders of `datasets`.
 
-`datasets` itself reads JSON lines too, but infers one schema for all fields of all lines, which mixed corpora break,
-reports no line number, and first copies the corpus to Arrow files.
+`datasets` itself also reads JSON lines, but it infers one schema for all fields of all lines, which fails for mixed
+corpora, reports no line numbers, and first copies the corpus to Arrow files.
 """
 
 import bz2
@@ -23,12 +23,12 @@ from shardwright.io import BadInput
 _PYTHON_STDLIB = "python-stdlib"
 _NOT_STDLIB = frozenset({"__pycache__", "dist-packages", "site-packages", "test", "tests"})
 _PIECE_BYTES = 1 << 20
-"""Bytes of a piece of a longer file, extended to the end of a line that no space follows: there, tokenizers that
-split words as GPT-2's does give the same tokens as for the whole text."""
+"""Bytes of a piece of a longer file, up to the end of a line that is not followed by a space. Cut there, the text gives
+the same tokens as the whole text with tokenizers that split words like GPT-2's."""
 _LINE_END = re.compile(rb"\n(?=\S)")
 _MAX_LINE = 1 << 28
 _ARTICLES = "0"
-"""The namespace of articles; the others are talk, templates, users and the like."""
+"""The namespace of articles; other namespaces contain talk, templates, users and the like."""
 _MAX_PAGE_BYTES = 1 << 25
 """Largest size of a page with its head, in bytes; Wikipedia allows texts of 2 MiB."""
 _READ_BYTES = 1 << 16
@@ -44,19 +44,19 @@ class Source(StrEnum):
     AUTO = "auto"
     """The format that the name indicates."""
     TEXT = "text"
-    """Files of plain text, a document each."""
+    """Files of plain text, each one document."""
     JSONL = "jsonl"
-    """Files of JSON lines, a document each."""
+    """Files of JSON lines, each line one document."""
     DATASETS = "datasets"
-    """A folder that `datasets` saved, a document each row."""
+    """A folder that `datasets` saved, each row one document."""
     WIKIPEDIA = "wikipedia"
-    """Dumps of Wikipedia, an article each, without its markup."""
+    """Dumps of Wikipedia, each article one document, without its markup."""
     WIKITEXT = "wikitext"
-    """Dumps of Wikipedia, an article each, with its markup."""
+    """Dumps of Wikipedia, each article one document, with its markup."""
     MEGATRON = "megatron"
-    """Megatron's .bin and .idx, tokens already."""
+    """Megatron's .bin and .idx, which already contain tokens."""
     IMAGES = "images"
-    """No text: a folder of classes, JPEG and PNG files in each."""
+    """No text: a folder with a subfolder of JPEG and PNG files for each class."""
     CAPTIONS = "captions"
     """A folder of images, and captions.jsonl with a text for each."""
     SPEECH = "speech"
@@ -72,7 +72,7 @@ _ENDINGS = {
 
 
 class TextPiece(NamedTuple):
-    """A part of a document's text; most documents are one piece, and a long one is never completely in memory."""
+    """A part of a document's text; most documents are one piece, but long ones are never completely in memory."""
 
     text: str
     ends: bool
@@ -82,7 +82,7 @@ class TextPiece(NamedTuple):
     begins: bool = True
     """Whether the document begins with this piece."""
     source: str = ""
-    """Where the document stands, as messages name it; empty unless pieces are objects of JSON."""
+    """Where the document comes from, for messages; empty unless pieces are JSON objects."""
 
 
 class Corpus(NamedTuple):
@@ -93,11 +93,11 @@ class Corpus(NamedTuple):
     glob: str
     max_bytes: int | None
     size: int
-    """Position after the last piece, in the corpus' unit: bytes of files as stored, or rows."""
+    """Position after the last piece, in the corpus's unit: bytes of files as stored, or rows."""
     identity: list[object]
     """Properties that identify the corpus: how it is read, its files, their sizes and modification times."""
     pieces: Callable[[], Iterator[TextPiece]]
-    """Function that yields the text from the beginning; it raises BadInput with the place of any damage."""
+    """Function that yields the text from the beginning; it raises BadInput naming the place of any damage."""
 
     @property
     def strips_markup(self) -> bool:
@@ -118,9 +118,9 @@ def open_corpus(
 ) -> Corpus:
     """Open a corpus, or its first `max_bytes` of text; raise BadInput if there is none.
 
-    `field` of lines and rows is the document; None: documents are whole lines and rows, as objects of JSON.
+    `field`: the field of lines or rows that is the document; None: documents are whole lines or rows, as JSON objects.
 
-    The plain file that exceeds `max_bytes` is cut at the end of a line; other documents are kept whole or left out.
+    A plain file that goes beyond `max_bytes` is cut at the end of a line; other documents are kept whole or left out.
     """
     if glob is None:
         glob = "*.py" if text == _PYTHON_STDLIB else _GLOBS.get(source, "")
@@ -141,7 +141,7 @@ def open_corpus(
 
 
 def _find_files(text: str, glob: str) -> tuple[Path, ...]:
-    """A file, the matching files of a folder, or Python's sources without tests; raises BadInput without any."""
+    """Return a file, a folder's matching files, or Python's sources without tests; raise BadInput if there are none."""
     source = Path(sysconfig.get_path("stdlib") if text == _PYTHON_STDLIB else text)
     if source.is_file():
         return (source,)
@@ -176,7 +176,7 @@ def _limited(read: Callable[[], Iterator[TextPiece]], max_bytes: int | None, cut
 
 
 def text_pieces(files: Sequence[Path]) -> Iterator[TextPiece]:
-    """Yield the text of plain files, a document each; raise BadInput if it is not UTF-8."""
+    """Yield the text of plain files, one document per file; raise BadInput if it is not UTF-8."""
     at = 0
     for path in files:
         with path.open("rb") as file:
@@ -195,7 +195,7 @@ def text_pieces(files: Sequence[Path]) -> Iterator[TextPiece]:
 
 
 def _cut(content: bytes) -> int:
-    """Return where to cut a long text: after a line, a word, or else a character."""
+    """Return where to cut a long text: after a line, or else after a word, or else after a character."""
     lines = [match.end() for match in _LINE_END.finditer(content, len(content) // 2)]
     if lines:
         return lines[-1]
@@ -206,7 +206,7 @@ def _cut(content: bytes) -> int:
 
 
 def line_pieces(files: Sequence[Path], field: str | None) -> Iterator[TextPiece]:
-    """Yield a field of each JSON line of files, compressed ones (.gz, .bz2) too; a line without text is left out.
+    """Yield a field of each JSON line of files, which may be compressed (.gz, .bz2); lines without text are left out.
 
     `field` None: yield whole lines.
 
@@ -288,12 +288,12 @@ def _pages(path: Path, file: IO[bytes]) -> Iterator[Element]:
 
 
 def _name(element: Element) -> str:
-    """A tag without its namespace, which is the version of the dump's format."""
+    """Return an element's tag without its namespace, which is the version of the dump's format."""
     return element.tag.rpartition("}")[2]
 
 
 def plain(wikitext: str) -> str:
-    """An article without links, tables, templates and other markup, by mwparserfromhell."""
+    """Return an article without links, tables, templates and other markup, by mwparserfromhell."""
     import mwparserfromhell
 
     return str(mwparserfromhell.parse(wikitext).strip_code())
@@ -313,9 +313,9 @@ def _is_saved(folder: Path) -> bool:
 
 
 def _open_saved(folder: Path, field: str | None, split: str) -> Any:
-    """The `datasets.Dataset` of a folder, mapped from its files.
+    """Return the `datasets.Dataset` of a folder, mapped from its files.
 
-    Raises BadInput if the folder is not a data set, has no such split or column, or `datasets` is missing.
+    Raises BadInput if the folder is not a data set, if it has no such split or column, or if `datasets` is missing.
     """
     try:
         import datasets
@@ -338,7 +338,7 @@ def _open_saved(folder: Path, field: str | None, split: str) -> Any:
 
 
 def row_pieces(folder: Path, rows: Any, field: str | None) -> Iterator[TextPiece]:
-    """Yield a column of a data set, several rows at a time; rows without text are left out. None: whole rows."""
+    """Yield the column `field` of a data set, without rows that have no text; None: whole rows as JSON objects."""
     if field is None:
         for number, row in enumerate(rows):
             try:

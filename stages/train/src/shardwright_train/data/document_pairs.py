@@ -1,7 +1,7 @@
 """Visible pairs of positions if attention stays within documents, for each rank of a context-parallel group.
 
-Zig-zag order makes causal attention to whole samples as much work on each rank, but not attention inside documents. The
-masks of this runtime skip no pair, so that its ranks take equal time all the same; kernels that skip pairs do not.
+Zig-zag order balances causal attention to whole samples over ranks, but not attention within documents. The masks of
+this runtime skip no pair, so that its ranks take equal time nevertheless; with kernels that skip pairs they would not.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from shardwright.types import Plan
 from shardwright_train.data.objectives import TextBatches
 
 _SAMPLES = 256
-"""Number of samples that are looked at, at most."""
+"""Largest number of samples that are counted."""
 
 
 class DocumentShares(NamedTuple):
@@ -27,7 +27,7 @@ class DocumentShares(NamedTuple):
     """Number of samples that were counted."""
     ranks: int
     imbalance: float
-    """Pairs of the rank that sees most of a sample over the mean rank's, from 1 to `ranks`."""
+    """Pairs of the rank with the most pairs of a sample, over the mean of all ranks: from 1 to `ranks`."""
     share: float
     """Visible pairs over the visible pairs of samples with one document each."""
 
@@ -40,7 +40,7 @@ class DocumentShares(NamedTuple):
 
 
 def document_shares(plan: Plan, batches: TextBatches) -> tuple[DocumentShares, ...]:
-    """The visible pairs of some samples for each cp_size above 1 of a plan's layers, ascending."""
+    """Return the visible pairs of some samples for each cp_size above 1 of a plan's layers, ascending."""
     causal = facts_of(plan.model).attention.mask is Mask.CAUSAL
     sizes = sorted({layer.cp_size for layer in plan.layers} - {1})
     if not sizes:
@@ -57,16 +57,16 @@ def document_shares(plan: Plan, batches: TextBatches) -> tuple[DocumentShares, .
 
 
 def document_warnings(plan: Plan, batches: object) -> tuple[str, ...]:
-    """A line for each cp_size of a plan; none if its samples are not packed text."""
+    """Return a line for each cp_size of a plan; none if its samples are not packed text."""
     if not isinstance(batches, TextBatches):
         return ()
     return tuple(f"--reset-attention-mask: {shares}" for shares in document_shares(plan, batches))
 
 
 def visible_pairs(documents: NDArray[np.int64], causal: bool) -> NDArray[np.int64]:
-    """Return the number of positions [n, s] of its own document that each position attends to.
+    """Return, for each position [n, s], the number of positions of its own document that it attends to.
 
-    `documents` [n, s] number the documents of each sample, ascending.
+    `documents` [n, s]: each position's document number, ascending in a sample.
     """
     places = np.broadcast_to(np.arange(documents.shape[1]), documents.shape)
     new = np.diff(documents, axis=1) > 0
@@ -80,14 +80,14 @@ def visible_pairs(documents: NDArray[np.int64], causal: bool) -> NDArray[np.int6
 
 
 def of_ranks(pairs: NDArray[np.int64], order: Sequence[int] | None, ranks: int) -> NDArray[np.int64]:
-    """The pairs [n, ranks] of each rank's positions; `order` is that in which ranks hold positions [s]."""
+    """Return the pairs [n, ranks] of each rank's positions; `order` [s]: the order in which ranks hold positions."""
     held = pairs if order is None else pairs[:, np.array(order)]
     return np.asarray(held.reshape(len(held), ranks, -1).sum(axis=2))
 
 
 def imbalance(pairs: NDArray[Any]) -> float:
-    """The pairs [n, ranks] of each sample's fullest rank over its mean rank's, both summed over samples.
+    """Return the ratio of each sample's largest `pairs` [n, ranks] to its mean, both summed over samples.
 
-    Ranks that attend to one sample at a time wait for the fullest: their attention takes so many times as long.
+    Ranks that attend to one sample at a time wait for the fullest: their attention takes longer by this ratio.
     """
     return float(pairs.max(axis=1).sum() / pairs.mean(axis=1).sum())

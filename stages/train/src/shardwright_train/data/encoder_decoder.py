@@ -27,7 +27,7 @@ from shardwright_train.data.tokenizer import read_tokenizer
 from shardwright_train.data.tokens import DataFolder
 from shardwright_train.parallel.vocab import IGNORED
 
-# Raffel et al. 2020, section 3.3.4: what T5 was trained with.
+# Raffel et al. 2020, section 3.3.4: the values that T5 was trained with.
 _NOISE_DENSITY, _MEAN_SPAN = 0.15, 3
 
 
@@ -47,7 +47,7 @@ class Lengths(NamedTuple):
 
     @property
     def targets(self) -> int:
-        """The length of the targets: the cut tokens, a sentinel before each span, and the end of sequence."""
+        """The length of the targets: the tokens cut out, a sentinel before each span, and the end of sequence."""
         return self.noise + self.spans + 1
 
     @property
@@ -57,14 +57,14 @@ class Lengths(NamedTuple):
 
     @classmethod
     def of_text(cls, tokens: int) -> Self:
-        """The lengths for a text of `tokens` tokens, rounded as in T5's random_spans_noise_mask."""
+        """Return the lengths for a text of `tokens` tokens, rounded as in T5's random_spans_noise_mask."""
         noise = min(max(round(tokens * _NOISE_DENSITY), 1), tokens - 1)
         return cls(noise, max(round(noise / _MEAN_SPAN), 1), tokens - noise)
 
 
 @cache
 def lengths_filling(inputs: int) -> Lengths:
-    """The lengths of the longest text whose inputs fit `inputs`; raises ValueError if there is none."""
+    """Return the lengths of the longest text with at most `inputs` input tokens; raise ValueError if there is none."""
     longest = Lengths.of_text(2)
     if longest.inputs > inputs:
         raise ValueError(
@@ -85,7 +85,7 @@ class Prefix(Text):
 
     @classmethod
     def from_config(cls, config: Any, sequence_length: int) -> Self:
-        """Return the objective; its decoder starts with decoder_start_token_id, else with padding."""
+        """Return the objective; its decoder starts with decoder_start_token_id, or else with padding."""
         given = getattr(config, "decoder_start_token_id", None)
         first = config.pad_token_id if given is None else given
         if first is None:
@@ -98,7 +98,7 @@ class Prefix(Text):
         return 2 * self.sequence_length
 
     def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
-        """`tokens`, `decoder_tokens` and `labels`, [n, sequence_length] each."""
+        """Return `tokens`, `decoder_tokens` and `labels`, [n, sequence_length] each."""
         tokens, labels, _ = samples.split([self.sequence_length, self.sequence_length, 1], 1)
         before = pad(labels[:, :-1], (1, 0), value=self.first_token)
         return {"tokens": tokens, "decoder_tokens": before, "labels": labels}
@@ -106,10 +106,10 @@ class Prefix(Text):
 
 @dataclass(frozen=True)
 class SpanCorruption(Text):
-    """Span corruption: 15 % of a text, in spans of 3 tokens on average, are replaced by sentinels and predicted.
+    """Span corruption: 15 % of a text's tokens, in spans of 3 on average, are replaced by sentinels and predicted.
 
-    The encoder's positions are filled; the decoder's are as many, and those after the targets are padding whose labels
-    do not count.
+    The encoder's input fills all `sequence_length` positions. The decoder has as many positions; after its targets
+    comes padding, whose labels are ignored.
     """
 
     is_random: ClassVar[bool] = True
@@ -119,11 +119,11 @@ class SpanCorruption(Text):
     end: int
     """Token of the end of sequence, which closes inputs and targets."""
     sentinels: tuple[int, ...] = ()
-    """Sentinel tokens of the first span, the second and so on; known once the data is."""
+    """Sentinel tokens of the first span, the second and so on; set when the data is opened."""
 
     @classmethod
     def from_config(cls, config: Any, sequence_length: int) -> Self:
-        """The objective, its decoder starting as for a prefix; raises ValueError if there is no eos_token_id."""
+        """Return the objective, whose decoder starts as in `Prefix`; raise ValueError if there is no eos_token_id."""
         lengths_filling(sequence_length)
         if config.eos_token_id is None:
             raise ValueError("there is no eos_token_id to close inputs and targets with")
@@ -132,12 +132,12 @@ class SpanCorruption(Text):
 
     @property
     def lengths(self) -> Lengths:
-        """The lengths of a sample, which are the same for all."""
+        """The lengths of a sample, which are the same for all samples."""
         return lengths_filling(self.sequence_length)
 
     @property
     def stream_tokens(self) -> int:
-        """The number of tokens that a sample is made from, which is more than its inputs."""
+        """The number of tokens from which a sample is made, which exceeds its number of inputs."""
         return self.lengths.tokens
 
     def counted(self, samples: int, text: Callable[[], Tensor]) -> int:
@@ -160,11 +160,11 @@ class SpanCorruption(Text):
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """Return values that distinguish these samples from the prefix objective's."""
+        """Return values that distinguish these samples from the prefix objective's samples."""
         return ("span corruption", _NOISE_DENSITY, _MEAN_SPAN, self.end, self.sentinels)
 
     def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
-        """`tokens`, `decoder_tokens` and `labels`, [n, sequence_length] each; the last text token is unused."""
+        """Return `tokens`, `decoder_tokens` and `labels`, [n, sequence_length] each; the last text token is unused."""
         made = [self._corrupted(text[: self.stream_tokens], generator) for text in samples]
         tokens, labels = (torch.stack(each) for each in zip(*made, strict=True))
         before = pad(labels[:, :-1], (1, 0), value=self.first_token)
@@ -191,7 +191,7 @@ class SpanCorruption(Text):
 def sentinels_of(samples: Samples | Blend, vocab_size: int) -> tuple[int, ...]:
     """Return the sentinel tokens in order: <extra_id_0> and so on, as in the tokenizer of the data.
 
-    A tokenizer without them leaves the model's rows after its own, from the end of the vocabulary downwards.
+    If the tokenizer has none: the model's rows beyond the tokenizer's tokens, from the end of the vocabulary downwards.
     """
     parts = samples.parts if isinstance(samples, Blend) else (samples,)
     tokenizer = read_tokenizer(DataFolder(parts[0].folder).tokenizer)
@@ -202,7 +202,7 @@ def sentinels_of(samples: Samples | Blend, vocab_size: int) -> tuple[int, ...]:
 
 
 def _segments(items: int, segments: int, generator: torch.Generator) -> list[int]:
-    """Lengths of this many segments, at least 1 each, drawn uniformly among all ways to divide the items."""
+    """Return the lengths of segments, at least 1 each, drawn uniformly among all ways to divide the items."""
     starts = torch.randperm(items - 1, generator=generator)[: segments - 1].sort().values + 1
     edges = [0, *starts.tolist(), items]
     return [end - begin for begin, end in pairwise(edges)]
@@ -218,13 +218,13 @@ class Transcription(Prefix):
     read_by: ClassVar[Mapping[str, str]] = {"input_features": EMBEDDING, "labels": HEAD}
     beside_positions: ClassVar[frozenset[str]] = frozenset({"input_features"})
     bins: int = 0
-    """Frequencies of a spectrogram."""
+    """Number of frequencies of a spectrogram."""
     frames: int = 0
-    """Frames of each sample's spectrogram."""
+    """Number of frames of each sample's spectrogram."""
 
     @classmethod
     def from_config(cls, config: Any, sequence_length: int) -> Self:
-        """The objective; the encoder's second convolution takes every other frame."""
+        """Return the objective; the encoder's second convolution halves the number of frames."""
         first = config.decoder_start_token_id
         if not 0 <= first < config.vocab_size:
             raise ValueError(f"decoder_start_token_id {first} is not below vocab_size {config.vocab_size}")
@@ -236,19 +236,19 @@ class Transcription(Prefix):
         return self.sequence_length
 
     def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
-        """`input_features` [n, bins, frames] in [-1, 1), `decoder_tokens` and `labels` [n, sequence_length]."""
+        """Return random `input_features` [n, bins, frames] in [-1, 1), `decoder_tokens` and `labels` [n, positions]."""
         labels = samples[:, :-1]
         features = torch.rand(len(samples), self.bins, self.frames, dtype=torch.float32, generator=generator)
         before = pad(labels[:, :-1], (1, 0), value=self.first_token)
         return {"input_features": 2 * features - 1, "decoder_tokens": before, "labels": labels}
 
     def opened(self, folder: Path, seed: int, part: SplitPart, boundaries: Boundaries) -> Pairs:
-        """A split of a folder of spectrograms and transcripts."""
+        """Return a split of a folder of spectrograms and transcripts."""
         return open_pairs(folder, self, seed, part)
 
     @property
     def inputs_file(self) -> str:
-        """The name of the file that holds the spectrograms."""
+        """The name of the file with the spectrograms."""
         return "features.npy"
 
     @property
@@ -268,7 +268,7 @@ class Transcription(Prefix):
     def of_texts(self, texts: Sequence[TextTokens]) -> Batch:
         """Return `decoder_tokens` and `labels` [n, sequence_length]; padding is not a label.
 
-        The first token, which the decoder begins with, is not predicted: tokenizers put it before a text, too.
+        The decoder's first token is not predicted, even if the tokenizer has put it before the text.
         """
         words = [text[1:] if text[0] == self.first_token else text for text in texts]
         labels = padded([text.astype(np.int64) for text in words], self.sequence_length, IGNORED)
@@ -276,7 +276,7 @@ class Transcription(Prefix):
         return {"decoder_tokens": before.masked_fill(before == IGNORED, self.first_token), "labels": labels}
 
     def of_inputs(self, inputs: NDArray[Any]) -> Batch:
-        """`input_features` [n, bins, frames] of spectrograms [n, 1, bins, frames]."""
+        """Return `input_features` [n, bins, frames] of spectrograms [n, 1, bins, frames]."""
         return {"input_features": torch.from_numpy(inputs[:, 0])}
 
     def unfit(self, text: TextTokens, has_input: bool) -> str | None:

@@ -1,6 +1,7 @@
 """Folders of images or recordings as arrays that runs read: decoded once, not in every step.
 
-A folder of classes has JPEG and PNG files in each; a folder of pairs has a text for each image or recording.
+A folder of classes has a subfolder of JPEG and PNG files for each class; a folder of pairs has a text for each image or
+recording.
 """
 
 import json
@@ -32,9 +33,9 @@ _FORMATS = ("JPEG", "PNG")
 _AT_ONCE = 256
 _SAY_EVERY_S = 10.0
 HERE = "<image>"
-"""The text that marks the place of an image; a text without it begins with the image."""
+"""Text that marks the place of an image; if a text does not contain it, the image comes first."""
 _RATE = 16_000
-"""Samples of a recording in a second, as Whisper takes them."""
+"""Samples per second of a recording, as Whisper expects them."""
 _FRAMES_PER_S = 100
 
 
@@ -42,9 +43,9 @@ def prepare_images(folder: Path, size: int, out: Path, workers: int | None = Non
     """Write OUT/{images.npy,labels.npy,classes.json}: the same files and size give the same bytes.
 
     Each subfolder is a class, numbered from 0 in the order of names. Images become RGB of size x size: scaled
-    (bilinear) until they cover it, and cut around their middle. Memory does not grow with their number.
+    (bilinear) until they cover the square, and cropped to its centre. Memory does not grow with their number.
 
-    Raises BadInput if a file is damaged, a class is empty, or Pillow is not installed: then nothing is left.
+    Raises BadInput if a file is damaged, a class is empty, or Pillow is not installed: then no files are left.
     """
     check_pillow(folder)
     files_by_class = _find(folder)
@@ -55,7 +56,7 @@ def prepare_images(folder: Path, size: int, out: Path, workers: int | None = Non
 
 
 def check_pillow(folder: Path) -> None:
-    """Raise BadInput, naming a folder of images, if nothing can decode them."""
+    """Raise BadInput, naming a folder of images, if Pillow, which decodes them, is not installed."""
     try:
         import PIL  # noqa: F401
     except ImportError:
@@ -64,7 +65,7 @@ def check_pillow(folder: Path) -> None:
 
 
 def _find(folder: Path) -> dict[str, list[Path]]:
-    """The image files of a folder by class, both in the order of names."""
+    """Return the image files of a folder by class, both in the order of names."""
     if not folder.is_dir():
         raise BadInput(folder, "is not a folder", "pass one with a folder of images for each class")
     classes = sorted(each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
@@ -83,7 +84,7 @@ def _write(files_by_class: Mapping[str, list[Path]], size: int, out: Path, worke
     numbers = np.repeat(np.arange(len(files_by_class)), [len(images) for images in files_by_class.values()])
     with atomic_path(out / "images.npy") as temporary:
         _write_decoded(temporary, "|u1", (3, size, size), files, partial(fitted_image, size=size), workers)
-        # A previous folder is invalid until both belong together.
+        # Files of an earlier preparation are invalid until both files belong together.
         (out / "images.npy").unlink(missing_ok=True)
         _save(out / "labels.npy", numbers.astype("<i8"))
         names = {str(number): name for number, name in enumerate(files_by_class)}
@@ -179,10 +180,10 @@ class Tokens(NamedTuple):
 
 
 def prepare_captions(folder: Path, size: int, out: Path, tokens: Tokens, workers: int | None = None) -> None:
-    """Write OUT/{images.npy,tokens.npy,samples.npy,tokenizer.json} of a folder with captions.jsonl.
+    """Write OUT/{images.npy,tokens.npy,samples.npy,tokenizer.json} from a folder with captions.jsonl.
 
-    Images are scaled and cut as images of classes are. `<image>` in a text is where an image stands; a line without an
-    image is only a text. Raises BadInput if a file is damaged or a line is none: then nothing is left.
+    Images are scaled and cropped like images of classes. `<image>` in a text marks the place of an image; a line
+    without an image is text only. Raises BadInput if a file is damaged or a line is malformed: then no files are left.
     """
     check_pillow(folder)
     listing = folder / "captions.jsonl"
@@ -193,10 +194,10 @@ def prepare_captions(folder: Path, size: int, out: Path, tokens: Tokens, workers
 
 
 def prepare_speech(folder: Path, bins: int, seconds: int, out: Path, tokens: Tokens, workers: int | None) -> None:
-    """Write OUT/{features.npy,tokens.npy,samples.npy,tokenizer.json} of a folder with transcripts.jsonl.
+    """Write OUT/{features.npy,tokens.npy,samples.npy,tokenizer.json} from a folder with transcripts.jsonl.
 
-    Recordings are WAV files of 16 kHz, of at most so many s. Raises BadInput if a file is damaged or a line is none:
-    then nothing is left.
+    Recordings are WAV files of 16 kHz and of at most `seconds` s; spectrograms have `bins` frequencies. Raises BadInput
+    if a file is damaged or a line is malformed: then no files are left.
     """
     from transformers import WhisperFeatureExtractor
 
@@ -219,7 +220,7 @@ def prepare_speech(folder: Path, bins: int, seconds: int, out: Path, tokens: Tok
 def _lines(listing: Path, other: str) -> Iterator[tuple[int, Line]]:
     """Yield the lines of a listing with their numbers.
 
-    Raise BadInput for a malformed one, or one that names an `other`.
+    Raises BadInput for a malformed line, or a line with the field `other`, which does not belong in this listing.
     """
     decoder = msgspec.json.Decoder(Line)
     texts = read_bytes(listing).splitlines()
@@ -236,7 +237,7 @@ def _lines(listing: Path, other: str) -> Iterator[tuple[int, Line]]:
 
 
 def _placed(line: Line, listing: Path, number: int) -> Line:
-    """Return the line with a placeholder for each image in its text; BadInput if it has another number of them."""
+    """Return the line with a placeholder for each image in its text; raise BadInput if it has too few or too many."""
     places, images = line.text.count(HERE), len(line.images)
     if places not in (images, 0):
         problem = f"line {number} has {places} places for its {images} images"
@@ -271,7 +272,7 @@ def _prepare(
     placed = np.where(inputs > 0, np.cumsum(inputs) - inputs, -1)
     samples = np.stack((np.cumsum(counts) - counts, counts, placed), 1)
     with only_writer(out):
-        # A previous folder is invalid until all belong together.
+        # Files of an earlier preparation are invalid until all files belong together.
         (out / SAMPLES).unlink(missing_ok=True)
         with atomic_path(out / form[0]) as temporary:
             _write_decoded(temporary, *form[1:], files, read, workers)
@@ -285,7 +286,7 @@ def _prepare(
 def _encoded(line: Line, tokenizing: Tokenizing, listing: Path) -> NDArray[np.int32]:
     """Return the tokens of a text with the tokenizer's prefix and suffix, and placeholders for its images.
 
-    What is said in a recording begins with the task that it names, such as <|en|>, instead of the tokenizer's own.
+    If a recording's text begins with a special token that names its task, such as <|en|>, the prefix is left out.
     """
     before, *behind = (_tokens(part, tokenizing, listing) for part in line.text.split(HERE))
     named = tokenizing.tokenizer.get_added_tokens_decoder()
@@ -303,7 +304,7 @@ def _tokens(text: str, tokenizing: Tokenizing, listing: Path) -> list[int]:
 
 
 def _sound(file: Path, seconds: int) -> NDArray[np.float32]:
-    """Return a recording in [-1, 1), averaged over channels; BadInput unless it is a WAV file of the expected form."""
+    """Return a recording in [-1, 1), averaged over channels; raise BadInput unless it is a WAV file as expected."""
     try:
         with wave.open(str(file), "rb") as opened:
             form = opened.getparams()

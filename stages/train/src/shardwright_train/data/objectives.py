@@ -24,8 +24,8 @@ from shardwright_train.parallel.vocab import IGNORED
 RANDOM = Path("random")
 """Name instead of a data folder that selects random samples, only for timing: no data is read."""
 _RANDOM_EPOCH = 1 << 20
-# Devlin et al. 2019, section 3.1: the share of positions that are labels, and of these the shares that show the mask
-# token and a random one; the rest show themselves.
+# Devlin et al. 2019, section 3.1: the share of positions that are labels, and the shares of these that show the mask
+# token and a random token; the rest are shown unchanged.
 _CHOSEN, _MASKED, _RANDOM = 0.15, 0.8, 0.1
 
 
@@ -34,9 +34,9 @@ class Text(ABC):
     """An objective over a text that is cut into samples."""
 
     no_inputs: ClassVar[int] = 0
-    """Number of positions of a sample that hold no input."""
+    """Number of positions of a sample without an input."""
     read_by: ClassVar[Mapping[str, str]] = {"labels": HEAD}
-    """Tensors of a batch that only one type of layer reads."""
+    """Tensors of a batch that only one type of layer reads, with that type."""
     beside_positions: ClassVar[frozenset[str]] = frozenset()
     """Tensors of a batch whose dim 1 is not a sample's positions, such as the channels of an image."""
     is_random: ClassVar[bool] = False
@@ -59,12 +59,12 @@ class Text(ABC):
 
     @property
     def labels(self) -> int:
-        """The number of positions of a sample that the head computes a loss for."""
+        """The number of positions of a sample for which the head computes a loss."""
         return self.sequence_length
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """Return values that distinguish its samples from the default objective's; empty for the default."""
+        """Return values that distinguish its samples from the default objective's samples; empty for the default."""
         return ()
 
     def counted(self, samples: int, text: Callable[[], Tensor]) -> int:
@@ -73,15 +73,15 @@ class Text(ABC):
 
     @property
     def stream_tokens(self) -> int:
-        """The number of tokens that a sample takes; one more is read, as the last label."""
+        """The number of tokens of a sample in the token stream; one more is read, as the last label."""
         return self.sequence_length
 
     @abstractmethod
     def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
-        """The inputs and labels of samples [n, stream_tokens + 1]."""
+        """Return the inputs and labels of samples [n, stream_tokens + 1]."""
 
     def random_batch(self, samples: int, generator: torch.Generator) -> Batch:
-        """The inputs and labels of samples of random tokens."""
+        """Return the inputs and labels of samples of random tokens."""
         shape = (samples, self.stream_tokens + 1)
         return self.batch(torch.randint(0, self.vocab_size, shape, generator=generator), generator)
 
@@ -90,7 +90,7 @@ class Text(ABC):
     ) -> "TextBatches | RandomBatches | Pairs":
         """Open a split of a folder of prepared text, or of a blend of several; RANDOM gives random tokens.
 
-        Raises BadInput when a file is damaged, the split holds less than one sample, or it does not fit the model.
+        Raises BadInput if a file is damaged, or if the split has less than one sample or does not fit the model.
         """
         if any(boundaries) and not self.keeps_boundaries:
             problem = "the samples of this family do not mark where documents meet"
@@ -102,7 +102,7 @@ class Text(ABC):
         return self.opened(folder, seed, part, boundaries)
 
     def opened(self, folder: Path, seed: int, part: SplitPart, boundaries: Boundaries) -> "TextBatches | Pairs":
-        """A split of a folder, by the files that the objective reads."""
+        """Return a split of a folder, from the files that the objective reads."""
         samples = open_data(folder, self.stream_tokens, seed, part, self.loss_on if self.learns_part else LossOn.ALL)
         samples.check_vocabulary(self.vocab_size)
         return TextBatches(samples, self, boundaries)
@@ -118,7 +118,7 @@ class TextBatches:
 
     @property
     def sha256(self) -> str:
-        """The identity of the token stream, the split, and the treatment of boundaries and samples."""
+        """The hash of the token stream, the split, and the treatment of boundaries and samples."""
         made = [*(self.boundaries if any(self.boundaries) else ()), *self.objective.identity]
         made += [] if self.samples.marks_sha256 is None else [self.samples.marks_sha256]
         return sha256_of_value([self.samples.sha256, *made]) if made else self.samples.sha256
@@ -127,12 +127,12 @@ class TextBatches:
     def per_epoch(self) -> int:
         """Return the number of samples of the split.
 
-        In evaluation, samples 0 to this number are the whole split once, in order.
+        In evaluation, this many samples from 0 are the whole split once, in order.
         """
         return self.samples.per_epoch
 
     def read(self, first: int, share: BatchShare) -> Batch:
-        """A rank's share of the batch that begins with a sample's number; every rank makes the same samples."""
+        """Return a rank's share of the batch that begins with sample `first`; every rank makes the same samples."""
         indices = first + share.rows
         text = torch.from_numpy(self.samples.read(indices))
         if self.objective.is_random:
@@ -150,7 +150,7 @@ class TextBatches:
         return {name: x for name, x in batch.items() if name not in share.left_out}
 
     def counted_ahead(self, first: int, samples: int, ahead: int) -> int:
-        """The number of labels that count a number of positions after their own, in the same document."""
+        """Return how many of a batch's labels count if they are predicted `ahead` positions earlier than usual."""
         indices = np.arange(first, first + samples)
         if self.samples.marks_sha256 is not None:
             return int(self._targets(indices, ahead).sum())
@@ -160,7 +160,7 @@ class TextBatches:
         return samples * max(0, self.objective.labels - ahead)
 
     def counted(self, first: int, samples: int) -> int:
-        """The number of labels of a batch that count, over all ranks; raises RunFailed if there are none."""
+        """Return the number of labels of a batch that count, over all ranks; raise RunFailed if there are none."""
         indices = np.arange(first, first + samples)
         if self.samples.marks_sha256 is not None:
             return self._learned(indices)
@@ -183,7 +183,7 @@ class TextBatches:
         return int(targets.sum())
 
     def _targets(self, indices: NDArray[np.int64], ahead: int = 0) -> NDArray[Any]:
-        """Return which labels count a number of positions after their own [n, positions - ahead]."""
+        """Return which labels count if they are predicted `ahead` positions earlier [n, positions - ahead]."""
         targets = self.samples.targets(indices)[:, 1 + ahead :]
         if self.boundaries.reset_attention_mask:
             documents = self.samples.documents(indices)
@@ -202,7 +202,7 @@ class Causal(Text):
     learns_part: ClassVar[bool] = True
 
     def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
-        """The inputs and labels of samples; draws no random numbers."""
+        """Return the inputs and labels of samples; draw no random numbers."""
         return {"tokens": samples[:, :-1], "labels": samples[:, 1:]}
 
 
@@ -218,7 +218,7 @@ class Masked(Text):
 
     @classmethod
     def from_config(cls, config: Any, sequence_length: int) -> Self:
-        """The objective; published files leave `mask_token_id`, no key of transformers, to the tokenizer."""
+        """Return the objective; published files have no `mask_token_id`, as only the tokenizer knows the mask token."""
         mask, padding = getattr(config, "mask_token_id", None), config.pad_token_id
         for name, token in (("mask_token_id", mask), ("pad_token_id", padding)):
             if token is not None and not 0 <= token < config.vocab_size:
@@ -237,11 +237,11 @@ class Masked(Text):
         return super().open(folder, seed, part, boundaries)
 
     def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
-        """`tokens` [n, sequence_length] with some hidden, `labels`, and `attention_mask`, false on padding."""
+        """Return `tokens` [n, sequence_length] with some hidden, `labels`, and `attention_mask`, false on padding."""
         return self.hide(samples[:, :-1], generator)
 
     def random_batch(self, samples: int, generator: torch.Generator) -> Batch:
-        """A batch of random tokens, with up to a quarter of padding at the end."""
+        """Return a batch of random tokens, of which up to a quarter at the end is padding."""
         length = self.sequence_length
         text = self.random_text((samples, length), generator)
         if self.padding is not None:
@@ -250,13 +250,13 @@ class Masked(Text):
         return self.hide(text, generator)
 
     def counted(self, samples: int, text: Callable[[], Tensor]) -> int:
-        """Return the number of masked positions, which is known if there is no padding."""
+        """Return the number of masked positions; `text` is only read if there is padding."""
         if self.padding is None:
             return samples * int(_chosen_of(torch.tensor(self.sequence_length)).item())
         return int(_chosen_of(self.real(text()[:, :-1]).sum(1)).sum().item())
 
     def real(self, text: Tensor) -> Tensor:
-        """A mask that is true on every token of a text that is not padding."""
+        """Return a mask that is true on every token of a text that is not padding."""
         return torch.ones_like(text, dtype=torch.bool) if self.padding is None else text != self.padding
 
     def hide(self, text: Tensor, generator: torch.Generator) -> Batch:
@@ -272,7 +272,7 @@ class Masked(Text):
         chosen = real & (rank < _chosen_of(real.sum(1, keepdim=True)))
         random_values = torch.rand(text.shape, dtype=torch.float32, generator=generator)
         shown = text.where(random_values >= _MASKED + _RANDOM, self.random_text(text.shape, generator))
-        if self.mask is not None:  # Else the text is random, and a token as good as another.
+        if self.mask is not None:  # otherwise the text is random, and any token will do
             shown = shown.where(random_values >= _MASKED, torch.tensor(self.mask))
         labels = text.where(chosen, torch.tensor(IGNORED))
         return {"tokens": shown.where(chosen, text), "attention_mask": real, "labels": labels}
@@ -290,7 +290,7 @@ class Classification:
     """Image classification: each image has one class."""
 
     no_inputs: ClassVar[int] = 1
-    """Number of positions without input: the one that the class is predicted from, if any."""
+    """Number of positions without input: the position from which the class is predicted, if there is one."""
     read_by: ClassVar[Mapping[str, str]] = {"pixel_values": EMBEDDING, "labels": HEAD}
     beside_positions: ClassVar[frozenset[str]] = frozenset(read_by)
     keeps_boundaries: ClassVar[bool] = False
@@ -298,7 +298,7 @@ class Classification:
 
     @classmethod
     def from_config(cls, config: Any, sequence_length: int) -> Self:
-        """The objective for a configuration's images and classes; the patches determine the sequence length."""
+        """Return the objective for a configuration's images and classes; the patches determine the sequence length."""
         if config.num_labels < 1:
             raise ValueError("there are no classes: give num_labels or id2label")
         height, width = _pair(config.image_size)
@@ -315,7 +315,7 @@ class Classification:
         return 1
 
     def random_batch(self, samples: int, generator: torch.Generator) -> Batch:
-        """Random pixels in [-1, 1) and random classes."""
+        """Return random pixels in [-1, 1) and random classes."""
         form = self.form
         pixels = torch.rand(samples, form.channels, form.height, form.width, dtype=torch.float32, generator=generator)
         labels = torch.randint(0, form.classes, (samples, 1), generator=generator)
@@ -324,7 +324,7 @@ class Classification:
     def open(
         self, folder: Path, seed: int, part: SplitPart = WHOLE, boundaries: Boundaries = ACROSS
     ) -> "Images | RandomBatches":
-        """Open a split of a folder of images; RANDOM gives random ones."""
+        """Open a split of a folder of images; RANDOM gives random images."""
         if any(boundaries):
             raise BadInput("--reset-attention-mask, --reset-position-ids", "images have no documents", "leave them out")
         if folder == RANDOM:
@@ -357,7 +357,7 @@ class RandomBatches:
         return _RANDOM_EPOCH
 
     def read(self, first: int, share: BatchShare) -> Batch:
-        """A rank's share of the batch that begins with a sample's number; every rank makes the same samples."""
+        """Return a rank's share of the batch that begins with sample `first`; every rank makes the same samples."""
         made = [self._sample(first + int(row)) for row in share.rows]
         return {name: torch.cat([one[name] for one in made]) for name in made[0] if name not in share.left_out}
 
@@ -367,7 +367,7 @@ class RandomBatches:
         return sum(int((labels != IGNORED).sum().item()) for labels in made)
 
     def counted_ahead(self, first: int, samples: int, ahead: int) -> int:
-        """Return the same of the labels a number of positions after their own."""
+        """Return the number of labels in a batch that count if they are predicted `ahead` positions earlier."""
         made = (self._sample(first + number)["labels"] for number in range(samples))
         return sum(int((labels[:, ahead:] != IGNORED).sum().item()) for labels in made)
 
@@ -380,14 +380,14 @@ class RandomBatches:
 
 
 def random_batches(objective: Text | Classification, seed: int, part: SplitPart) -> RandomBatches:
-    """Random samples to train on; raises BadInput for any other split."""
+    """Return random samples to train on; raise BadInput for any other split."""
     if part.split is not Split.TRAIN:
         raise BadInput(RANDOM, f"random samples have no {part.split} split", "evaluate on data")
     return RandomBatches(objective, seed)
 
 
 def _chosen_of(real: Tensor) -> Tensor:
-    """The number of labels in samples with this many positions that are not padding."""
+    """Return the number of labels in samples with `real` positions that are not padding."""
     return (_CHOSEN * real.float()).round().clamp(min=1).minimum(real)
 
 
@@ -408,14 +408,14 @@ _WITHOUT_IMAGE = 0.25
 """The share of random samples that have no image, as texts among captions."""
 _BRIGHTEST = 255
 _CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-"""Mean and standard deviation of the pixels that CLIP was trained with (Radford et al. 2021, their code)."""
+"""Mean and standard deviation of the pixels with which CLIP was trained (Radford et al. 2021, their code)."""
 
 
 @dataclass(frozen=True)
 class ImageText(Causal):
     """Next-token prediction for texts with images; an image takes one position for each of its hidden states.
 
-    These are not labels.
+    The positions of images are not labels.
     """
 
     read_by: ClassVar[Mapping[str, str]] = {"pixel_values": EMBEDDING, "labels": HEAD}
@@ -425,13 +425,13 @@ class ImageText(Causal):
     image_token: int
     """Token at each position of an image."""
     image_tokens: int
-    """Positions of an image."""
+    """Number of positions of an image."""
     form: tuple[int, int, int]
     """Channels, height and width of an image."""
     mean: tuple[float, ...]
-    """Mean of pixels in [0, 1] that a vision tower was trained with, by channel."""
+    """Mean of the pixels in [0, 1] with which the vision tower was trained, by channel."""
     deviation: tuple[float, ...]
-    """Their standard deviation, by channel."""
+    """Standard deviation of these pixels, by channel."""
     images: int = 1
     """The largest number of images in a sample; above 1, pixels have a dim of this size."""
 
@@ -447,12 +447,12 @@ class ImageText(Causal):
         return cls(*tokens, form, mean, deviation, getattr(config, IMAGES, 1))
 
     def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
-        """`tokens` and `labels` [n, sequence_length] of samples that hold an image's tokens, or no image."""
+        """Return `tokens` and `labels` [n, sequence_length] of samples that may contain images' tokens."""
         labels = samples[:, 1:]
         return {"tokens": samples[:, :-1], "labels": labels.masked_fill(labels == self.image_token, IGNORED)}
 
     def random_batch(self, samples: int, generator: torch.Generator) -> Batch:
-        """Random texts, most with images somewhere inside, and random pixels in [-1, 1)."""
+        """Return random texts, most with images somewhere inside, and random pixels in [-1, 1)."""
         shape = samples, self.sequence_length + 1
         text = torch.randint(0, self.vocab_size - 1, shape, generator=generator)
         text = text + (text >= self.image_token)
@@ -466,7 +466,7 @@ class ImageText(Causal):
         return {**self.batch(text.masked_fill(inside, self.image_token), generator), "pixel_values": 2 * pixels - 1}
 
     def opened(self, folder: Path, seed: int, part: SplitPart, boundaries: Boundaries) -> Pairs:
-        """A split of a folder of images and texts."""
+        """Return a split of a folder of images and texts."""
         return open_pairs(folder, self, seed, part)
 
     @property
@@ -480,7 +480,7 @@ class ImageText(Causal):
         return np.dtype(np.uint8), self.form
 
     def of_texts(self, texts: Sequence[TextTokens]) -> Batch:
-        """`tokens` and `labels` [n, sequence_length]; padding follows the text and is not a label."""
+        """Return `tokens` and `labels` [n, sequence_length]; padding follows the text and is not a label."""
         whole = padded([self._with_image(text) for text in texts], self.sequence_length + 1, IGNORED)
         labels = whole[:, 1:]
         tokens = whole[:, :-1].masked_fill(whole[:, :-1] == IGNORED, 0)
@@ -502,7 +502,7 @@ class ImageText(Causal):
     def of_inputs(self, inputs: NDArray[Any]) -> Batch:
         """Return `pixel_values` [n, images, channels, height, width], normalized as for the vision tower's pretraining.
 
-        `inputs` are of that shape; if a sample has one image, the result does not have this dim.
+        `inputs` have that shape; if samples have at most one image, the result has no dim of images.
         """
         mean, deviation = (
             torch.tensor(each, dtype=torch.float32)[:, None, None] for each in (self.mean, self.deviation)
@@ -512,7 +512,7 @@ class ImageText(Causal):
         return {"pixel_values": scaled if self.images > 1 else scaled[:, 0]}
 
     def unfit(self, text: TextTokens, has_input: bool) -> str | None:
-        """Return why a text cannot be a sample, or None: its images need placeholders in it, and room for some text."""
+        """Return the reason why a text cannot be a sample, or None: images need placeholders and room in the sample."""
         places = np.flatnonzero(text == PLACE)
         if bool(len(places)) != has_input:
             return f"has {len(places)} places for {int(has_input)} images"

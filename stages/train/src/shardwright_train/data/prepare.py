@@ -1,7 +1,7 @@
 """Preparation of data: a corpus becomes shards of tokens, and these a token file; Megatron's own files are copied.
 
-The text is cut into the same shards each time, and a process writes the tokens of a shard to a file, whole or not at
-all. After a kill, the shards that are there are not tokenized again.
+The text is cut into the same shards each time, and a process writes the tokens of a shard to a file, completely or not
+at all. After a kill, shards that already exist are not tokenized again.
 """
 
 import os
@@ -58,10 +58,11 @@ _SAY_EVERY_S = 10.0
 _BLOCK = 1 << 20
 _BEGUN = "begun.json"
 _SHARD_CHARACTERS, _SHARD_PIECES = 1 << 21, 1 << 16
-"""The size of a shard: about a second of a process' work, which is what a kill loses, and a bound of its memory."""
+"""Largest number of characters and pieces of a shard: a kill loses about a second of a process's work; they also bound
+its memory."""
 _BATCH_CHARACTERS = 1 << 19
 _AHEAD = 2
-"""Number of shards in progress per process, which bounds memory independently of the corpus' size."""
+"""Number of shards in progress per process, which bounds memory independently of the corpus's size."""
 
 
 class How(NamedTuple):
@@ -69,7 +70,7 @@ class How(NamedTuple):
 
     source: Source = Source.AUTO
     field: str = "text"
-    """Field of JSON lines and of rows that holds the document."""
+    """Field of JSON lines and of rows that contains the document."""
     dataset_split: str = "train"
     tokenizer_mib: float = 64.0
     """Largest amount of text that a tokenizer is trained on, in MiB."""
@@ -85,7 +86,7 @@ class _Begun(msgspec.Struct, frozen=True):
     """The state of a preparation, from which a later start of the same request resumes."""
 
     request: str
-    """Identity of source and options, equal if the resulting tokens are."""
+    """Hash of source and options; equal hashes mean equal tokens."""
     ends: DocumentEnds
     vocab_size: int
     form: Form | None = None
@@ -103,14 +104,14 @@ def prepare(
 ) -> None:
     """Write OUT/{tokenizer.json,tokens.bin,tokens.idx,data.json}: the same files and options give the same bytes.
 
-    Each document has the tokens around it that its tokenizer adds, and is closed by an end-of-text token. If
-    `max_mib` (MiB) ends the text, the file that goes beyond is cut at the end of a line, and other documents are left
-    out. Killed and started again, it resumes from the shards on the disk. A text too short for `vocab_size` gives a
-    smaller vocabulary, which data.json records. With `tokenizer_folder` that model's tokenizer is taken, and none is
-    trained. Loss on completions also writes OUT/targets.bin, which marks them.
+    Each document has the tokens around it that its tokenizer adds, and ends with an end-of-text token. If the text
+    exceeds `max_mib` (MiB), a plain file is cut there, at the end of a line; other documents beyond it are left out.
+    Killed and started again, it resumes from the shards on the disk. A text too short for `vocab_size` gives a smaller
+    vocabulary, which data.json records. With `tokenizer_folder` that model's tokenizer is used, and none is trained.
+    Loss on completions also writes OUT/targets.bin, which marks the completions' tokens.
 
-    Raises BadInput if there is no text, it is damaged, or not one of vocabulary and tokenizer is given: then nothing
-    is left of what was written.
+    Raises BadInput if there is no text, if it is damaged, or unless exactly one of vocabulary size and tokenizer is
+    given: then nothing that was written is left.
     """
     source = source_of(text, glob) if how.source is Source.AUTO else how.source
     if source is Source.MEGATRON:
@@ -132,7 +133,7 @@ def prepare(
 
 
 def _check_examples(source: Source, tokenizer_folder: Path | None, how: How) -> None:
-    """Raise BadInput unless a source may hold examples, and their tokens are those of a model."""
+    """Raise BadInput unless a source may contain examples, and a model's tokenizer is given for them."""
     if source not in (Source.JSONL, Source.DATASETS):
         problem = f"a source of {source} has no prompts and completions"
         raise BadInput("--loss-on completions", problem, "pass JSON lines or a folder of datasets")
@@ -263,7 +264,7 @@ class Encoder:
     """Form of examples of which a part is learned; None: documents are texts."""
 
     def __call__(self, shard: Path, pieces: list[TextPiece]) -> tuple[int, int]:
-        """Write a shard, and return its tokens and the position in the corpus after it.
+        """Write a shard, and return its number of tokens and the position in the corpus after it.
 
         Raises BadInput if the tokenizer cannot encode a piece.
         """
@@ -310,7 +311,7 @@ def _reader(encoder: Encoder) -> Reader:
 @lru_cache(maxsize=1)
 def _tokenizer(file: Path, _sha256: str) -> Tokenizer:
     tokenizer = Tokenizer.from_file(str(file))
-    # A text that spells a special token is text.
+    # The spelling of a special token in a text is ordinary text.
     tokenizer.encode_special_tokens = True
     return tokenizer
 
@@ -318,13 +319,13 @@ def _tokenizer(file: Path, _sha256: str) -> Tokenizer:
 def _made(
     encoder: Encoder, work: Iterator[tuple[Path, list[TextPiece]]], workers: int | None
 ) -> Iterator[tuple[int, int]]:
-    """Make shards, in this process or in workers, and yield what the encoder returns of each, in order.
+    """Make shards, in this process or in workers, and yield the encoder's result for each, in order.
 
     Workers, one per core by default, end with this process however it ends.
     """
     few = list(islice(work, 2))
     workers = workers or len(os.sched_getaffinity(0))
-    if len(few) < 2 or workers == 1:  # one is made before worker processes would have started
+    if len(few) < 2 or workers == 1:  # a single shard is made before worker processes would have started
         yield from starmap(encoder, chain(few, work))
         return
     pool, ahead = ProcessPoolExecutor(workers, get_context("spawn"), _start), deque[Future[tuple[int, int]]]()
@@ -342,7 +343,7 @@ def _made(
 
 
 def _start() -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are as many as were asked for
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the number of processes is as requested
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -355,7 +356,7 @@ def _end_with_parent() -> None:
 
 
 def _follow(made: Iterator[tuple[int, int]], size: int) -> None:
-    """Print the progress and the remaining time while shards are made of a corpus of a size."""
+    """Print the progress and the remaining time while shards are made from a corpus of `size`."""
     began_s = said_s = time.monotonic()
     tokens, first_at = 0, None
     for more, at in made:
@@ -392,7 +393,7 @@ def _join_marks(shards: Sequence[Path], targets: DataFolder) -> None:
 
 
 def _learned(shards: Sequence[Path], name: object) -> int:
-    """The number of tokens of all shards that are learned; raises BadInput if there are none."""
+    """Return the number of learned tokens in all shards; raise BadInput if there are none."""
     learned = sum(int(_read_shard(shard, "targets")[0].sum()) for shard in shards)
     if not learned:
         raise BadInput(name, "no example has a token to learn", "check the completions, labels or messages")
@@ -400,7 +401,7 @@ def _learned(shards: Sequence[Path], name: object) -> int:
 
 
 def _read_shard(shard: Path, *names: str) -> list[NDArray[Any]]:
-    """Return arrays of a shard: its tokens, the ends of its documents, the bytes of its text, its marks.
+    """Return arrays of a shard by name: its tokens, the ends of its documents, the bytes of its text, its marks.
 
     Raises RunFailed if it is damaged.
     """
@@ -417,7 +418,7 @@ def _say(line: str) -> None:
 
 
 def _import_megatron(index: Path, tokenizer_folder: Path | None, targets: DataFolder) -> None:
-    """Copy Megatron's token file into a folder of prepared data, checked against the vocabulary of its tokenizer.
+    """Copy Megatron's token file into a folder of prepared data, after checking it against its tokenizer's vocabulary.
 
     Raises BadInput if a file is damaged, a token is not in the vocabulary, or no tokenizer is given.
     """

@@ -1,8 +1,8 @@
 """The tokens of each step: a function only of data, seed and step, whatever the plan.
 
 The shuffled order of an epoch's samples is computed per place, without storing a permutation. Several data sets may
-be blended: the samples of a run are divided in rounds of 65,536. In each round a data set has its weight's share of
-the places, spread evenly, and goes on in its own order, over as many epochs as it takes.
+be blended: the samples of a run are divided into rounds of 65,536. In each round a data set has a share of the places
+in proportion to its weight, spread evenly. It goes on in its own order, over as many epochs as are needed.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from shardwright_train.data.split import WHOLE, LossOn, Split, SplitPart
 from shardwright_train.data.tokens import AGAIN, DataFolder, PreparedData, TokenFile, TokenIndex, read_tokens
 
 _ROUNDS = 8
-"""Number of Feistel rounds: twice what makes a permutation hard to tell from a random one (Luby & Rackoff 1988)."""
+"""Number of Feistel rounds: twice as many as make a permutation hard to tell from random (Luby & Rackoff 1988)."""
 _FIRST, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 """Multipliers of splitmix64 (Steele, Lea & Flood 2014)."""
 _FOLD = np.uint64(32)
@@ -49,8 +49,8 @@ def _keys(seed: int, epoch: int) -> tuple[np.uint64, ...]:
 def _permuted(places: NDArray[np.uint64], size: int, keys: tuple[np.uint64, ...]) -> NDArray[np.int64]:
     """Return places of `range(size)` under a pseudo-random permutation.
 
-    A Feistel network permutes the next power of four; what falls outside is permuted again until it is inside (cycle
-    walking: Black & Rogaway 2002, section 3), four times on average at most.
+    A Feistel network permutes the numbers below the next power of four; results outside of the range are permuted again
+    until they are inside (cycle walking: Black & Rogaway 2002, section 3), at most four times on average.
     """
     half = max(1, -(-(size - 1).bit_length() // 2))
     images = _feistel(places, half, keys)
@@ -60,7 +60,7 @@ def _permuted(places: NDArray[np.uint64], size: int, keys: tuple[np.uint64, ...]
 
 
 def _feistel(x: NDArray[np.uint64], half: int, keys: tuple[np.uint64, ...]) -> NDArray[np.uint64]:
-    """Permute the numbers of 2 x `half` bits."""
+    """Return the images of numbers of 2 x `half` bits under a permutation."""
     width, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = x >> width, x & mask
     for key in keys:
@@ -71,9 +71,9 @@ def _feistel(x: NDArray[np.uint64], half: int, keys: tuple[np.uint64, ...]) -> N
 
 
 class Shuffled(NamedTuple):
-    """The shuffled order of a split with a number of samples.
+    """The shuffled order of a split of `samples` samples.
 
-    Files often have samples of one kind one after the other: the splits are parts of one shuffled order of all.
+    Files often contain samples sorted by kind, so splits are parts of one shuffled order of all samples.
     """
 
     samples: int
@@ -104,7 +104,8 @@ class Shuffled(NamedTuple):
 class Samples:
     """A split of a token stream, cut into samples: reshuffled each epoch for training; in order for evaluation.
 
-    Sample i of the split is its tokens [i * S, i * S + S], so that each token but the first is a label once an epoch.
+    With samples of S positions, sample i has the split's tokens i * S to i * S + S inclusive, so that each token except
+    the first is a label once an epoch.
     """
 
     folder: Path
@@ -128,13 +129,13 @@ class Samples:
 
     @property
     def per_epoch(self) -> int:
-        """The number of samples of one epoch; the remainder of the stream is not used."""
+        """The number of samples of one epoch; the rest of the stream is not used."""
         return (len(self.tokens) - 1) // self.sequence_length
 
     def read(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return tokens [n, S + 1] of the samples with these numbers over all epochs: inputs [:-1], labels [1:].
 
-        Raises BadInput when the stream holds a token that is not in the vocabulary.
+        Raises BadInput if the stream contains a token that is not in the vocabulary.
         """
         firsts = self.numbers(indices) * self.sequence_length
         length = self.sequence_length + 1
@@ -199,9 +200,9 @@ def open_samples(
 ) -> Samples:
     """Open a split of a folder of prepared data; the tokens are mapped, not read.
 
-    `loss_on` None: on completions if the folder marks them, else on all.
+    `loss_on` None: on completions if the folder marks them, otherwise on all tokens.
 
-    Raises BadInput when a file is damaged, does not belong to the others, or the split holds less than one sample.
+    Raises BadInput if a file is damaged or does not belong to the others, or if the split has less than one sample.
     """
     files = DataFolder(folder)
     described = files.read_description()
@@ -234,7 +235,7 @@ def open_samples(
 
 
 def _marks(files: DataFolder, described: PreparedData, loss_on: LossOn | None) -> NDArray[np.uint8] | None:
-    """Return the marks of all tokens of a folder; None without. Raises BadInput if they are required or damaged."""
+    """Return the marks of a folder's tokens, or None; raise BadInput if they are damaged, or missing but required."""
     if described.targets_sha256 is None:
         if loss_on is LossOn.COMPLETIONS:
             remedy = "prepare the data with --loss-on completions"
@@ -263,7 +264,7 @@ def _check_splits(files: DataFolder, opened: TokenFile, part: SplitPart) -> None
 
 
 def _tokens_of(index: TokenIndex, part: SplitPart) -> tuple[int, int]:
-    """The range of a split's tokens: whole documents, from the first that begins inside the split."""
+    """Return the range of a split's tokens: whole documents, from the first one that begins inside the split."""
     documents = (index.first_document_from(round(share * index.total)) for share in part.bounds)
     begin, end = map(index.document_start, documents)
     return begin, end
@@ -290,7 +291,7 @@ class BlendedData(Document, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Blend:
     """The samples of several data sets: mixed by weight for training.
 
-    All of each, one after another, for evaluation.
+    For evaluation all samples of each data set, one set after the other.
     """
 
     parts: tuple[Samples, ...]
@@ -315,7 +316,7 @@ class Blend:
 
     @property
     def sha256(self) -> str:
-        """The identity of the data sets and of their weights."""
+        """A hash of the data sets and of their weights."""
         return sha256_of_value([[samples.sha256 for samples in self.parts], self.weights])
 
     def read(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -341,7 +342,7 @@ class Blend:
             samples.check_contents()
 
     def places(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return each sample's data set, and its number there over all epochs."""
+        """Return the index of each sample's data set, and its number there over all epochs."""
         if self.part.split is not Split.TRAIN:
             starts = np.cumsum([0, *(samples.per_epoch for samples in self.parts)])
             within = indices % self.per_epoch
@@ -358,7 +359,7 @@ class Blend:
 
     @cached_property
     def _quotas(self) -> NDArray[np.int64]:
-        """Each data set's number of samples in a round: its share, the largest remainders rounded up."""
+        """Each data set's number of samples in a round: its share, rounded up if its remainder is among the largest."""
         exact = _ROUND * np.array(self.weights) / sum(self.weights)
         quotas = exact.astype(np.int64)
         quotas[np.argsort(quotas - exact, kind="stable")[: _ROUND - quotas.sum()]] += 1
@@ -366,7 +367,7 @@ class Blend:
 
     @cached_property
     def _round(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return [places]: the data set of each place of a round, and how many samples of that set come before."""
+        """Return the data set of each place of a round [places], and how many samples of that set come before."""
         sets = np.repeat(np.arange(len(self.parts)), self._quotas)
         numbers = np.concatenate([np.arange(quota) for quota in self._quotas])
         order = np.argsort((numbers + 0.5) / self._quotas[sets], kind="stable")
@@ -397,7 +398,7 @@ def open_data(
 ) -> Samples | Blend:
     """Open a folder of prepared data, or one whose blend.json names several.
 
-    Raises BadInput if one cannot be opened, they have not the same tokenizer, or a weight is too small to count.
+    Raises BadInput if one cannot be opened, if their tokenizers differ, or if a weight is too small to count.
     """
     file = folder / BLEND
     if not file.is_file():

@@ -17,7 +17,7 @@ from shardwright_train.data.split import Boundaries
 from shardwright_train.parallel.vocab import IGNORED
 
 DOCUMENTS, POSITIONS = "documents", "positions"
-"""Keys of the tensors [samples, positions] of a batch that hold each position's document and its number in it."""
+"""Keys of the tensors [samples, positions] of a batch with each position's document, and its position in it."""
 Batch = dict[str, Tensor]
 """Inputs and `labels`, samples first; labels equal to IGNORED do not count towards the loss."""
 T = TypeVar("T")
@@ -31,13 +31,13 @@ class BatchShare(NamedTuple):
     microbatches: int
     microbatch_samples: int
     first: int = 0
-    """Number of the first sample in a microbatch."""
+    """Index of the rank's first sample in a microbatch."""
     samples: int | None = None
     """Number of samples of each microbatch; None: all."""
     left_out: frozenset[str] = frozenset()
     """Tensors that only other pipeline stages read."""
     depths: int = 0
-    """Number of tokens after the next one that each position predicts, too."""
+    """Number of tokens after the next one that each position also predicts."""
 
     @property
     def global_samples(self) -> int:
@@ -61,7 +61,7 @@ class BatchShare(NamedTuple):
 
 
 def on_host(batch: Batch, device: torch.device) -> Batch:
-    """A batch in host memory that a GPU can copy from asynchronously."""
+    """Return a batch in host memory from which a GPU can copy asynchronously."""
     if not on_accelerator(device):
         return batch
     with torch.accelerator.device_index(device.index):  # a new thread starts on device 0
@@ -69,9 +69,9 @@ def on_host(batch: Batch, device: torch.device) -> Batch:
 
 
 def with_boundaries(batch: Batch, documents: Tensor, boundaries: Boundaries, *, predicts_next: bool) -> Batch:
-    """A batch with the tensors that mark its documents.
+    """Return a batch with the tensors that mark its documents.
 
-    `documents` [n, positions + 1] number the documents of each sample, ascending. If labels are the next tokens
+    `documents` [n, positions + 1]: each token's document number, ascending in a sample. If labels are the next tokens
     (`predicts_next`) and attention stays within documents, a label that begins the next document does not count.
     """
     inputs = documents[:, :-1].contiguous()
@@ -91,7 +91,7 @@ def with_boundaries(batch: Batch, documents: Tensor, boundaries: Boundaries, *, 
 def read_ahead(read: Callable[[int], T], steps: Iterable[int]) -> Iterator[Iterator[T]]:
     """Yield an iterator over `read(step)` for each step; a thread reads ahead of the consumer.
 
-    An error of `read` is raised when that step's data is taken, not when it was read.
+    An error of `read` is raised when the consumer takes that step's data, not when it is read.
     """
     with ThreadPoolExecutor(1, "reader") as thread:
         try:

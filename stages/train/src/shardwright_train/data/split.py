@@ -50,7 +50,7 @@ class SplitPart(NamedTuple):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Beginning and end of the part, as fractions of the data."""
+        """The beginning and end of the part, as fractions of the data."""
         return self.fractions.bounds(self.split)
 
     @property
@@ -60,7 +60,7 @@ class SplitPart(NamedTuple):
 
 
 WHOLE = SplitPart()
-"""The part that holds all data, to train on."""
+"""The part with all data, to train on."""
 
 
 class Boundaries(NamedTuple):
@@ -73,4 +73,4 @@ class Boundaries(NamedTuple):
 
 
 ACROSS = Boundaries()
-"""Boundaries that are ignored: a sample is one text, whatever its documents."""
+"""Boundaries that are ignored: a sample is treated as one text, whatever its documents."""

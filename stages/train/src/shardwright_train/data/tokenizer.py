@@ -1,6 +1,6 @@
 """Tokenizers: a model's own, or trained on a text, and the tokens that each adds around a document.
 
-A stranger's folder is read and its tokenizer is run in such a way that any fault ends in a one-line error.
+Folders are untrusted: they are read, and their tokenizers run, so that any fault ends in a one-line error.
 """
 
 import json
@@ -30,20 +30,20 @@ SETTINGS = (TOKENIZER, "tokenizer_config.json")
 CONSULTED = (*SETTINGS, "config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 """The files of a folder that decide how a text becomes tokens."""
 _ENDS = ("eos_token", "sep_token")
-"""The settings that name the token that closes a document, the first that a tokenizer has."""
+"""The settings that name the token that closes a document; the first of them that a tokenizer has is used."""
 _PANIC = "PanicException"
 _MIN_VOCABULARY = 257  # every byte and the end of text
 _MAX_WORD = 100_000
-"""Largest number of consecutive characters of one kind: training takes time quadratic in it, here seconds."""
+"""Largest number of consecutive characters of one kind: training time is quadratic in it, for this number seconds."""
 _WORD = re.compile(r"[^\W\d_]+|\d+|\s+|(?:[^\w\s]|_)+")  # as ByteLevel distinguishes them
 RUNNING_ERRORS = (
     ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError
 )  # fmt: skip
-"""What the code of transformers raises on a stranger's files."""
+"""Exceptions that transformers' code raises on untrusted files."""
 _PARTS = ("model", "normalizer", "pre_tokenizer", "post_processor", "decoder")
 _MOST_AROUND = 256
 _MOST_UNUSED = 1 << 20
-"""The most numbers below the largest that may have no token."""
+"""Largest count of numbers without a token, below the highest number of a token."""
 _PROBE = "a"
 
 
@@ -78,7 +78,7 @@ class Tokenizing(NamedTuple):
 
 
 def trained(texts: Iterator[str], vocab_size: int, source: str) -> Tokenizing:
-    """Train a tokenizer on texts of a source.
+    """Train a tokenizer on texts; `source` names them in errors.
 
     Raises BadInput if the vocabulary has no room for all bytes, or a word is too long to learn from.
     """
@@ -110,14 +110,14 @@ def _learnable(texts: Iterator[str], source: str) -> Iterator[str]:
 def given(folder: Path) -> Tokenizing:
     """Return the tokenizer of a model's folder, which encodes as transformers' `AutoTokenizer` does.
 
-    Truncation and padding are off. The vocabulary is that of tokenizer.json: tokens that settings name and that it
-    does not have are left out, since the model has no row for them. Raises BadInput if transformers cannot open it, or
-    the settings name no token that can close a document.
+    Truncation and padding are off. The vocabulary comes from tokenizer.json: tokens that only the settings name are
+    left out, because the model has no row for them. Raises BadInput if transformers cannot open it, or if the settings
+    name no token that can close a document.
     """
     file, settings = (folder / name for name in SETTINGS)
     tokenizer = read_tokenizer(file)
     for other in sorted(folder.glob("tokenizer.*.json")):
-        read_tokenizer(other)  # transformers may read a file that is for its own version
+        read_tokenizer(other)  # transformers may read a file made for its version instead
     opened = _opened(folder, file, read_object(settings, any_text=True))
     for part in _PARTS:
         setattr(tokenizer, part, getattr(opened.backend_tokenizer, part))
@@ -163,7 +163,7 @@ def _document_ends(tokenizer: Tokenizer, end: int, file: object) -> DocumentEnds
 
     Raises BadInput, naming `file`, if it leaves out the text, repeats it, or adds hundreds or unknown tokens.
     """
-    # Any text will do: a post-processor adds tokens by their numbers, and looks at no vocabulary.
+    # Any text will do: a post-processor adds tokens by their numbers, and does not use the vocabulary.
     probe = Tokenizer(models.WordLevel({_PROBE: 0}, unk_token=_PROBE))
     probe.post_processor = tokenizer.post_processor
     encoding = probe.encode(_PROBE)
@@ -182,7 +182,7 @@ def _document_ends(tokenizer: Tokenizer, end: int, file: object) -> DocumentEnds
 
 
 def read_tokenizer(file: Path) -> Tokenizer:
-    """Read a tokenizer from an untrusted file; raise BadInput if it is malformed, or expands texts too much."""
+    """Return a tokenizer from an untrusted file; raise BadInput if it is malformed, or expands texts too much."""
     check_growth(read_object(file, any_text=True), file)
     content = read_bytes(file).decode()
     with library_faults(file, "is not a tokenizer", "use one that `tokenizers` has saved"):
@@ -195,14 +195,14 @@ def read_tokenizer(file: Path) -> Tokenizer:
 
 
 def rows_of(tokenizer: Tokenizer) -> int:
-    """The number of rows of a model's table that a tokenizer's tokens need."""
+    """Return the number of rows of a model's table that a tokenizer's tokens need."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def end_of(folder: Path) -> tuple[str, int] | None:
     """Return the end-of-text token of a folder's tokenizer, and its index; None if the settings name none.
 
-    A folder without settings, as `prepare` writes it for a trained tokenizer, names `END_OF_TEXT` by having it.
+    In a folder without settings, as `prepare` writes it for a trained tokenizer, the token is `END_OF_TEXT`.
     """
     file, settings = (folder / name for name in SETTINGS)
     if not file.exists():
@@ -216,12 +216,12 @@ def end_of(folder: Path) -> tuple[str, int] | None:
 
 @contextmanager
 def library_faults(file: object, problem: str, remedy: str) -> Iterator[None]:
-    """Convert errors of `tokenizers`, including Rust panics, into a BadInput of one line."""
+    """Convert errors of `tokenizers`, including Rust panics, to a BadInput of one line."""
     try:
         with _unwritten():
             yield
     except BaseException as error:
-        # The library raises nothing narrower if it refuses a file, and nothing public if its code gave up.
+        # The library raises a plain Exception if it refuses a file, and a class that is not public if its code panics.
         if type(error) is not Exception and type(error).__name__ != _PANIC:
             raise
         raise BadInput(file, f"{problem} ({' '.join(str(error).split())})", remedy) from None
@@ -229,7 +229,7 @@ def library_faults(file: object, problem: str, remedy: str) -> Iterator[None]:
 
 @contextmanager
 def _unwritten() -> Iterator[None]:
-    """Hide what the block writes to the standard error descriptor, such as a Rust traceback."""
+    """Hide what is written to the standard error descriptor inside, such as a Rust traceback."""
     sys.stderr.flush()
     kept = os.dup(2)
     try:
@@ -245,26 +245,26 @@ def _unwritten() -> Iterator[None]:
 
 
 _LONGEST = 48
-"""The largest number of characters into which the rules may expand one; published tokenizers reach 36 (SentencePiece's,
-twice 18 of the ligature U+FDFA)."""
+"""Largest number of characters into which the rules may expand one character. Published tokenizers reach 36: those of
+SentencePiece, for the ligature U+FDFA, twice its 18 characters."""
 _MOST_RULES = 256
 _MOST_CHARACTERS = 1 << 14
-"""The most characters that the rules of a file may name."""
+"""Largest number of characters that the rules of a file may name."""
 _OTHER = "\U000f0000"
-"""Stands for any character that no rule mentions, and is as long as any in UTF-8."""
+"""Stand-in for any character that no rule mentions, as long in UTF-8 as the longest one."""
 _DECOMPOSING = ("NFC", "NFD", "NFKC", "NFKD", "BertNormalizer", "Lowercase")
 _MAY_BE_EMPTY = ("*", "?", "|", "{0", "{,", "^", "$", "\\b", "\\B", "\\A", "\\z", "\\Z", "\\G", "\\K")
 _REMEDY = "use a tokenizer whose rules hardly lengthen a text"
 _BYTES = sorted(ByteLevel.alphabet())
 Rule = Mapping[str, Any]
 Weights = dict[str, float]
-"""The most characters that become of each character that rules name, and of `_OTHER`."""
+"""Largest number of characters into which each character that rules name, and `_OTHER`, is expanded."""
 
 
 def check_growth(tokenizer: Mapping[str, Any], file: object) -> None:
     """Raise BadInput if the normalizers and pre-tokenizers of a tokenizer.json could make a text far longer.
 
-    Rules of unknown types and of other forms are not judged: `tokenizers` refuses them.
+    Rules of unknown types or forms are not checked: `tokenizers` refuses them.
     """
     rules = [*_rules(tokenizer.get("normalizer")), *_rules(tokenizer.get("pre_tokenizer"))]
     if len(rules) > _MOST_RULES:
@@ -279,10 +279,10 @@ def check_growth(tokenizer: Mapping[str, Any], file: object) -> None:
 
 
 def growth(tokenizer: Mapping[str, Any]) -> float:
-    """An upper bound of the characters that a tokenizer.json's normalizers and pre-tokenizers make of one character.
+    """Return the largest number of characters that a tokenizer.json's normalizers and pre-tokenizers make of one.
 
-    The end of a text counts as one more. Of Unicode's tables, which no file can extend, the characters count that rules
-    name.
+    It is an upper bound. The end of a text counts as one more character. Unicode's tables, which no file can extend,
+    count only for the characters that rules name.
     """
     rules = [*_rules(tokenizer.get("normalizer")), *_rules(tokenizer.get("pre_tokenizer"))]
     weights = dict.fromkeys(_with_parts({*_named(rules), " ", _OTHER}), 1.0)
@@ -308,7 +308,7 @@ def _rules(rule: object) -> Iterator[Rule]:
 
 
 def _check_rule(rule: Rule, file: object) -> None:
-    """Raise BadInput for a rule that ends the library instead of raising an error, or whose text is too long."""
+    """Raise BadInput for a rule that makes the library abort instead of raising an error, or with too long a text."""
     kind, pattern = rule.get("type"), rule.get("pattern")
     if isinstance(pattern, Mapping) and "" in pattern.values():
         raise BadInput(file, f"has a {kind} whose pattern is empty", "give the text that it looks for")
@@ -338,7 +338,7 @@ def _parts(character: str) -> str:
 
 
 def _before(rule: Rule, after: Weights) -> Weights:
-    """Return the growth for each character that a rule receives, from the growth for each that it outputs."""
+    """Return the growth of each character that a rule reads, from the growth `after` of each that it outputs."""
     kind = rule.get("type")
     if kind == "Replace":
         return _before_replacing(rule, after)
@@ -366,15 +366,15 @@ def _before_replacing(rule: Rule, after: Weights) -> Weights:
         return after | {each: max(after[each], put / len(words)) for each in words}
     if not isinstance(regex, str):
         return after
-    # A match of no characters puts the content between any two.
+    # A pattern that matches no characters puts the content between any two characters.
     between = put if any(sign in regex for sign in _MAY_BE_EMPTY) or "(?" in regex else 0.0
     return {each: max(weight, put) + between for each, weight in after.items()}
 
 
 def _longest_precompiled(rule: Rule) -> int:
-    """The length of the longest text that a table of SentencePiece puts in a character's place.
+    """Return the length of the longest text by which a SentencePiece table replaces a character.
 
-    The table is the size of its index in bytes (uint32, little-endian), the index, and texts that end with 0.
+    The table consists of the size of its index in bytes (uint32, little-endian), the index, and texts that end with 0.
     """
     try:
         table = b64decode(str(rule.get("precompiled_charsmap")), validate=True)

@@ -1,6 +1,6 @@
 """A folder of prepared data: data.json, a .bin of tokens, and an .idx with the position of each sequence.
 
-targets.bin, of data prepared with `--loss-on completions`: a byte for each token, 1 if it is learned and 0 if not.
+Data prepared with `--loss-on completions` also has targets.bin: a byte for each token, 1 if it is learned, 0 if not.
 
 The .idx has one of the two layouts that Megatron has written.
 
@@ -65,12 +65,12 @@ class TokenIndex(NamedTuple):
         return len(self.documents) - 1
 
     def document_start(self, document: int) -> int:
-        """The first token of a document; for the number of documents, the number of tokens."""
+        """Return the index of a document's first token; for `document` = number of documents, the number of tokens."""
         sequence = int(self.documents[document])
         return self.total if sequence == len(self.starts) else int(self.starts[sequence]) // self.start_unit
 
     def first_document_from(self, token: int) -> int:
-        """The first document that begins at or after a token; the number of documents if there is none."""
+        """Return the first document that begins at or after a token; the number of documents if there is none."""
         return bisect_left(range(self.num_documents), token, key=self.document_start)
 
 
@@ -91,7 +91,8 @@ def write_index(
 ) -> None:
     """Write an index of consecutive sequences atomically; lengths [sequences], in tokens.
 
-    If `documents` [documents + 1] is None each sequence is one. Raises ValueError for a length beyond 2^31 - 1.
+    `documents` [documents + 1]: as in `TokenIndex`; None: each sequence is a document. Raises ValueError for a length
+    beyond 2^31 - 1.
     """
     if documents is None:
         documents = np.arange(len(lengths) + 1, dtype=np.int64)
@@ -167,7 +168,7 @@ def _check_size(path: Path, raw: NDArray[np.uint8], expected: int) -> None:
 
 
 def _checked_total(path: Path, index: TokenIndex) -> int:
-    """The number of tokens of all sequences; raises BadInput unless each begins where the previous one ends."""
+    """Return the number of tokens of all sequences; raise BadInput unless each begins where the previous one ends."""
     total = 0
     for block in _blocks(len(index.lengths)):
         lengths = index.lengths[block]
@@ -204,7 +205,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 def read_tokens(bin_path: Path, index_path: Path) -> TokenFile:
     """Map a token file into memory.
 
-    Raises BadInput naming the file of the two that is damaged, or does not belong to the other.
+    Raises BadInput naming the one of the two files that is damaged, or does not belong to the other.
     """
     index = open_index(index_path)
     return TokenFile(_mapped(bin_path, index_path, index.dtype, index.total), index)
@@ -238,30 +239,30 @@ class PreparedData(Document, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     documents: Annotated[int, Meta(ge=1)]
     """Number of documents."""
     text_bytes: Annotated[int, Meta(ge=0)] | None
-    """Bytes of the text before tokenization; None if the source holds tokens."""
+    """Bytes of the text before tokenization; None if the source contains tokens."""
     tokens: Annotated[int, Meta(ge=1)]
-    """Number of tokens, the one that ends each document included."""
+    """Number of tokens, including the one that ends each document."""
     tokenizer_sha256: str
     """SHA-256 of tokenizer.json."""
     tokens_sha256: str
     """SHA-256 of tokens.bin."""
     tokens_before: tuple[int, ...] | None = None
-    """Number of tokens before each document; None: unknown, or, for text that an earlier version prepared, none."""
+    """Tokens before each document; None: unknown, or, for text that an earlier version prepared, none."""
     tokens_after: tuple[int, ...] | None = None
-    """Number of tokens after each document, including its end token; None: unknown, or only the end token."""
+    """Tokens after each document, including its end token; None: unknown, or only the end token."""
     targets: Annotated[int, Meta(ge=0)] | None = None
-    """Number of tokens that completions consist of, as targets.bin marks them; None: there are no marks."""
+    """Number of tokens that are learned, as targets.bin marks them; None: there are no marks."""
     targets_sha256: str | None = None
     """SHA-256 of targets.bin."""
 
     @property
     def sha256(self) -> str:
-        """The identity of the token stream, wherever its text was stored."""
+        """A hash of the token stream, independent of where its text was stored."""
         return sha256_of_value([self.tokenizer_sha256, self.tokens_sha256, self.vocab_size])
 
 
 class DataFolder:
-    """The files of a folder of data: of tokens, of images, or of texts with images or recordings."""
+    """The files in a folder of data: tokens, images, or texts with images or recordings."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = folder / "tokenizer.json"
@@ -274,7 +275,7 @@ class DataFolder:
         self.unfinished = folder / "unfinished"
 
     def read_description(self) -> PreparedData:
-        """Read data.json; raises BadInput."""
+        """Return the contents of data.json; raise BadInput if it is missing or malformed."""
         return read_document(self.description, PreparedData)
 
 

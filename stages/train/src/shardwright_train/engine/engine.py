@@ -39,11 +39,11 @@ class Engine:
     updates: int
     """Number of earlier steps in which the optimizer changed the weights."""
     late: LateUpdates = field(default_factory=LateUpdates)
-    """The updates that the last step has left for this one."""
+    """The parameter updates that the last step has left for this one."""
 
     @cached_property
     def optimizer(self) -> ShardedOptimizer:
-        """The optimizer, made at the first use, once the parameters have memory."""
+        """The optimizer, made at the first use, when the parameters have memory."""
         parameters, replicas = self.stage.parameters_by_name(), self.stage.replicas()
         names, biases, context = self.stage.stock_names(), self.stage.router_biases(), self.stage.context
         given = parameters, self.settings, replicas, self.updates, names, biases
@@ -52,13 +52,13 @@ class Engine:
         return ShardedOptimizer(*given, context.plan.optimizer, *rest)
 
     def forward_backward(self, step: Step, hook: StepHook = no_hook) -> Tensor:
-        """Run forward and backward of a global batch; see `run_step`."""
+        """Run the forward and backward passes of a global batch; see `run_step`."""
         return run_step(self.stage, self.pipeline, step, self.late, hook)
 
     def train_step(
         self, step: Step, *, stop: bool = False, save: bool = False, hook: StepHook = no_hook
     ) -> StepOutcome:
-        """Run forward, backward and the optimizer's update; `stop` and `save` are passed on to all ranks."""
+        """Run forward and backward passes and the update; `stop` and `save`: this rank's wishes, told to all ranks."""
         context = self.stage.context
         hook = slowed(hook, context.plan.cluster.of_rank(context.rank).slowdown)
         hook("start")
@@ -69,10 +69,10 @@ class Engine:
         return outcome
 
     def try_alone(self, step: Step) -> int:
-        """Run forward and backward of only this rank's pipeline stage, up to its peak memory.
+        """Run the passes of only this rank's pipeline stage, up to its peak memory; return the number of microbatches.
 
-        Takes memory as a step does, gradients and optimizer included, and changes nothing: what it computes has no
-        meaning and is forgotten. Returns on how many microbatches; collective over the ranks of the stage.
+        Needs the memory of a step, including gradients and optimizer, and changes nothing: its results have no
+        meaning and are dropped. Collective over the ranks of the stage.
         """
         # Without neighbours no rank waits for another: an out-of-memory error of one stage cannot hang the others.
         alone = StageAlone.of_pipeline(self.pipeline)
@@ -83,19 +83,19 @@ class Engine:
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint by name: parameters, and the optimizer states of trained ones.
 
-        No update of theirs waits.
+        Updates that wait are finished first.
         """
         return {**self.optimizer.parameters, **self.optimizer.state()}
 
     def expert_orders(self) -> dict[str, tuple[int, ...]]:
-        """Return the experts along the first dim of the tensors that have them in another order."""
+        """Return the experts along the first dim, by tensor name, of checkpoint tensors that reorder experts."""
         orders = self.stage.expert_orders()
         states = [(name, name.removeprefix("optim.").rpartition(".")[0]) for name in self.optimizer.state()]
         return orders | {state: orders[name] for state, name in states if name in orders}
 
 
 def offloaded_parameters(stage: Stage) -> tuple[dict[str, list[str]], frozenset[str]]:
-    """The names of a stage's parameters whose states are in host memory, by layer; and of those that it updates."""
+    """Return the names of parameters with states in host memory, by layer, and of those that the host updates."""
     by_layer, on_host = defaultdict[str, list[str]](list), set[str]()
     for (layer, _, _), name in zip(stage.parameters(), stage.parameters_by_name(), strict=True):
         if isinstance(layer.strategy, LayerStrategy) and layer.strategy.offloads_optimizer:
@@ -105,7 +105,7 @@ def offloaded_parameters(stage: Stage) -> tuple[dict[str, list[str]], frozenset[
 
 
 def held_matrices(stage: Stage) -> dict[str, Held]:
-    """What the ranks of a stage hold of each trained parameter of blocks that is of matrices, by its name."""
+    """Return what the ranks of a stage hold of the blocks' trained parameters that consist of matrices, by name."""
     context, model, found = stage.context, stage.context.plan.model, dict[str, Held]()
     ranks = context.stage_ranks
     group = partial(context.groups.among, Purpose.EXCHANGE, ranks) if len(ranks) > 1 else None
@@ -147,7 +147,7 @@ def _groups_of_units(context: RankContext) -> Iterator[PlannedGroup]:
 
 
 def slowed(hook: StepHook, times: int) -> StepHook:
-    """A step hook that makes this rank's computation take `times` as long; waits are not slowed."""
+    """Return a step hook that makes this rank's computation take `times` as long; waits are not slowed."""
     return hook if times == 1 else _Slowed(hook, times)
 
 

@@ -1,10 +1,10 @@
-"""Homes of matrices: the rank at which each is whole while it is updated, and its parts' ways there and back.
+"""Homes of matrices: the rank at which each matrix is whole while it is updated, and how its parts get there and back.
 
 All ranks of a pipeline stage derive the same homes from only the plan: matrices by descending work, each to the rank
-with the least work so far among those that hold parts of it (longest processing time first, Graham 1969). A home
-computes with the whole matrix and nothing else, so that its update is the same under every plan. Homes take their
-matrices in turns, one each, so that no more are on their way at once. Of equal parts one is sent home, and all ranks
-that hold it get it back.
+with the least work so far among the ranks that hold parts of it (longest processing time first, Graham 1969). A home
+computes with the whole matrix and nothing else, so that its update is the same under every plan. Matrices are moved in
+rounds, at most one to each home, which limits the memory. If several ranks hold the same part, one of them sends it
+home, and all of them get it back.
 """
 
 from collections import Counter, defaultdict
@@ -24,27 +24,27 @@ _Index = tuple[int | slice, ...]
 
 
 class Held(NamedTuple):
-    """A parameter of matrices, and what the ranks of a stage hold of it."""
+    """A parameter that is a matrix or a stack of matrices, and the parts of it that the ranks of a stage hold."""
 
     shape: tuple[int, ...]
     dims: tuple[int, int]
-    """The dims of a matrix; along the others matrices are stacked."""
+    """The dims of rows and columns; along the other dims matrices are stacked."""
     boxes: tuple[Box, ...]
-    """The part of each rank."""
+    """The part of each rank, by index in the stage."""
     me: int = 0
-    """Number of this rank."""
+    """Index of this rank in the stage."""
     group: Callable[[], dist.ProcessGroup] | None = None
-    """What finds the group of these ranks; None: there is one rank."""
+    """Function that returns the group of these ranks; None: there is one rank."""
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """Rows and columns of each matrix."""
+        """Number of rows and columns of each matrix."""
         rows, columns = self.dims
         return self.shape[rows], self.shape[columns]
 
 
 class _Part(NamedTuple):
-    """A part of a matrix, and where it lies in the parameter's part of each rank that holds it."""
+    """A part of a matrix, and its index in each holding rank's part of the parameter."""
 
     tensor: int
     """Number of the parameter."""
@@ -77,7 +77,7 @@ class _Move(NamedTuple):
 
 
 class _Leg(NamedTuple):
-    """What this rank sends and gets of some moves, in order of the other ranks, with numbers by rank."""
+    """The parts that this rank sends and receives in some moves, in order of the other ranks, and elements by rank."""
 
     sent: list[_Part]
     sent_numel: list[int]
@@ -89,7 +89,7 @@ class _Turn(NamedTuple):
     there: _Leg
     back: _Leg
     mine: tuple[int, int] | None
-    """Shape of the matrix to which this rank is home, if there is one."""
+    """Shape of the matrix whose home is this rank, or None."""
 
 
 class Homes:
@@ -101,9 +101,9 @@ class Homes:
         self._turns = [self._turn(number, each) for number, each in enumerate(_turns(matrices))]
 
     def orthogonalize(self, tensors: Sequence[Tensor]) -> None:
-        """Replace matrices by what the iteration makes of them; each tensor is a rank's part of a parameter.
+        """Orthogonalize matrices in place; `tensors` are this rank's parts of the parameters.
 
-        It is in bfloat16, and in float64 where the tensors are. Collective over the stage.
+        Computed in bfloat16, or in float64 if the tensors are in float64. Collective over the stage.
         """
         dtype = torch.float64 if tensors[0].dtype is torch.float64 else torch.bfloat16
         for there, back, mine in self._turns:
@@ -118,7 +118,7 @@ class Homes:
         return tensors[part.tensor][part.places[self._me]]
 
     def _exchanged(self, leg: _Leg, sent: Sequence[Tensor], like: Tensor) -> Iterator[tuple[_Part, Tensor]]:
-        """Send parts in the format of `like`, and yield those that come."""
+        """Send parts in the format of `like`, and yield the parts that arrive."""
         flat = torch.cat([like.new_empty(0), *(x.to(like.dtype).reshape(-1) for x in sent)])
         if self._group is not None:
             came = like.new_empty(sum(leg.came_numel))
@@ -168,7 +168,7 @@ def _matrices(number: int, held: Held) -> Iterator[_Matrix]:
 
 
 def _turns(matrices: Sequence[_Matrix]) -> list[list[tuple[int, _Matrix]]]:
-    """The matrices with their homes, by turns in which each rank is home to at most one."""
+    """Return rounds of matrices with their homes: in a round each rank is home to at most one."""
     load, turns = defaultdict[int, int](int), defaultdict[int, list[tuple[int, _Matrix]]](list)
     taken = Counter[int]()
     for matrix in sorted(matrices, key=lambda each: -iteration_flops(*each.shape)):
@@ -180,7 +180,7 @@ def _turns(matrices: Sequence[_Matrix]) -> list[list[tuple[int, _Matrix]]]:
 
 
 def orthogonalized(x: Tensor) -> Tensor:
-    """A matrix made nearly orthogonal, as `torch.optim.Muon` computes it; the tensor itself is scaled."""
+    """Return a matrix made nearly orthogonal, as in `torch.optim.Muon`; `x` itself is scaled in place."""
     a, b, c = COEFFICIENTS
     is_tall = x.size(0) > x.size(1)
     x = x.T if is_tall else x

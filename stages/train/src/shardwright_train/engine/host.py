@@ -1,8 +1,8 @@
 """Host memory of a rank: optimizer states of offloaded layers stay there, and come to the device for the update.
 
-They come a parameter at a time, through three buffers in turn: while one is updated, the next is on its way, and the
-one before goes back. Copies change no bit, so that plans with and without offload compute the same. Updates wait for
-their layer's next use, so that copies overlap with computation.
+They are copied one parameter at a time, through three buffers used cyclically: while one parameter is updated, the next
+one's states are copied in, and the previous one's back. Copies change no bit, so that plans with and without offload
+compute the same. Updates wait for their layer's next use, so that copies overlap with computation.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ from shardwright.launch.backend import on_accelerator
 from shardwright.plan.offload import BUFFERS
 
 _ALIGNMENT = 256
-"""Bytes between the starts of tensors in a buffer, as PyTorch's allocators have them, are a multiple of this."""
+"""Tensors start at multiples of this many bytes in a buffer, as in PyTorch's allocators."""
 States = dict[str, Tensor]
 """States of a parameter by name."""
 
@@ -26,19 +26,19 @@ States = dict[str, Tensor]
 class Host(ABC):
     """A rank's host memory, and updates of parameters whose states are in it.
 
-    `begin` makes the buffers; then `start` begins the updates of a layer, overlapped with what the device computes,
-    which waits for them in `wait`; `end` frees the buffers.
+    `begin` makes the buffers; then `start` begins the updates of a layer, overlapped with the device's computation;
+    `wait` makes the computation wait for them; `end` frees the buffers.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: list[Tensor] = []
         self._number = 0
-        """Number of parameters whose states have come since `begin`."""
+        """Number of parameters whose states have been copied to the device since `begin`."""
 
     @abstractmethod
     def kept(self, x: Tensor) -> Tensor:
-        """A copy of a tensor in host memory."""
+        """Return a copy of a tensor in host memory."""
 
     def begin(self, kept: Sequence[States]) -> None:
         """Make buffers for the states of any of these parameters."""
@@ -47,9 +47,9 @@ class Host(ABC):
         self._number = 0
 
     def start(self, layer: str, kept: Sequence[States], update: Callable[[int, States], None]) -> None:
-        """Start to call `update` with the number of each parameter and copies of its states, which go back after it.
+        """Start to call `update` with the index of each parameter and device copies of its states.
 
-        The copies must not be held longer than the call.
+        After the call the copies are copied back, so `update` must not keep them.
         """
         with self._overlapped(layer):
             coming: list[States] = []
@@ -64,17 +64,17 @@ class Host(ABC):
 
     @abstractmethod
     def wait(self, layer: str) -> None:
-        """Let what the device computes from now on wait for the updates of a layer that were started."""
+        """Make the device's further computation wait for the updates of a layer that were started."""
 
     def end(self) -> None:
-        """Free the buffers; the device computes on once all states are back."""
+        """Free the buffers; the device's further computation waits until all states are copied back."""
         self._buffers = []
 
     def settle(self) -> None:  # noqa: B027  # nothing to wait for, unless an implementation copies asynchronously
-        """Wait until host memory has all that went back."""
+        """Wait until all states have been copied back to host memory."""
 
     def _views(self, number: int, states: States) -> States:
-        """Return the places of states in the buffer whose turn it is."""
+        """Return views for the states in the buffer of the parameter with this number."""
         buffer, start, views = self._buffers[number % BUFFERS], 0, States()
         for name, x in states.items():
             views[name] = buffer[start : start + x.nbytes].view(x.dtype).view(x.shape)
@@ -92,7 +92,7 @@ class Host(ABC):
 
     @abstractmethod
     def _arrived(self, number: int) -> None:
-        """Let the updates wait until copies that were started are there."""
+        """Make the updates wait for the copies to the device that `_fetched` started for this number."""
 
     @abstractmethod
     def _give_back(self, number: int, copies: States, states: States) -> None:
@@ -100,23 +100,23 @@ class Host(ABC):
 
 
 class CountedHost(Host):
-    """The host memory of a rank on CPU: other tensors. It counts what comes and goes, and notes when.
+    """The host memory of a rank on CPU: other tensors. Bytes copied either way are counted, and events are recorded.
 
-    Its copies are made when they are started.
+    Copies are made when they are started.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.bytes_in = self.bytes_out = 0
-        """Bytes that came to the device, and that went back."""
+        """Bytes copied to the device, and back."""
         self.most_bytes = 0
-        """The most bytes of copies at any time."""
+        """Largest number of bytes of buffers for copies at any time."""
         self.events: list[tuple[str, str]] = []
-        """What happened, and the layer: `start`, `in` and `out` for each parameter, and `wait`."""
+        """Events with their layer: `start`, `in` and `out` for each parameter, and `wait`."""
         self._layer = ""
 
     def kept(self, x: Tensor) -> Tensor:
-        """A copy of a tensor."""
+        """Return a copy of a tensor."""
         return x.clone()
 
     def begin(self, kept: Sequence[States]) -> None:
@@ -163,7 +163,7 @@ class PinnedHost(Host):
         self._updated: dict[str, torch.Event] = {}
 
     def kept(self, x: Tensor) -> Tensor:
-        """A copy of a tensor in pinned memory."""
+        """Return a copy of a tensor in pinned memory."""
         return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x)
 
     def begin(self, kept: Sequence[States]) -> None:
@@ -177,14 +177,14 @@ class PinnedHost(Host):
         self._current.wait_event(self._updated.pop(layer))
 
     def end(self) -> None:
-        """Free the buffers, whose memory is the current stream's: it waits until they have been read."""
+        """Free the buffers; the current stream, which then reuses their memory, waits until they have been read."""
         for event in self._back.values():
             self._current.wait_event(event)
         self._back = {}
         super().end()
 
     def settle(self) -> None:
-        """Wait until host memory has all that went back."""
+        """Wait until all states have been copied back to host memory."""
         self._out.synchronize()
 
     @contextmanager
@@ -222,7 +222,7 @@ class PinnedHost(Host):
 
 
 def host_of(device: torch.device) -> Host:
-    """The host memory of a rank on a device."""
+    """Return the host memory of a rank on a device."""
     return PinnedHost(device) if on_accelerator(device) else CountedHost(device)
 
 
@@ -233,27 +233,27 @@ def _aligned(x: Tensor) -> int:
 # Updates that wait for their layer's next forward pass, so that copies from and to the host overlap with computation.
 #
 # A step decides them: gradients, their scale, and whether anything changes stay on the device. Before a layer is
-# called, it is updated, and the updates of the next layer that waits are started. FSDP2 gathers ZeRO-3 parameters while
-# the layer before computes: then they are waited for before that one.
+# called, its updates are finished, and the updates of the next waiting layer are started. As FSDP2 gathers ZeRO-3
+# parameters while the previous layer computes, their updates are finished before the previous layer.
 
 
 class Updates(Protocol):
-    """The updates of layers that a step has decided."""
+    """The updates of layers that a step has decided on."""
 
     def start_updates(self, layer: str) -> None:
         """Start the updates of a layer's parameters."""
 
     def finish_updates(self, layer: str) -> None:
-        """Let the device wait for the updates of a layer, and free their gradients."""
+        """Make the device wait for the updates of a layer, and free their gradients."""
 
     def end_updates(self) -> None:
-        """Free what all updates have needed."""
+        """Free the buffers that the updates needed."""
 
 
 class LateUpdates:
     """The updates that wait on a rank; `order`: its layers in the order of their first forward passes in a step.
 
-    `gathered_ahead`: layers whose parameters are read while the layer before computes.
+    `gathered_ahead`: layers whose parameters are read while the previous layer computes.
     """
 
     def __init__(self, order: Sequence[str] = (), gathered_ahead: Set[str] = frozenset()) -> None:
@@ -266,14 +266,14 @@ class LateUpdates:
         self._started = set[str]()
 
     def wait_for_use(self, updates: Updates, layers: Iterable[str]) -> None:
-        """Leave the updates of these layers for later, except that the first one's are started."""
+        """Leave the updates of these layers for later; start only the first layer's updates."""
         assert self._updates is None
         chosen = set(layers)
         self._updates, self._waiting = updates, [layer for layer in self._order if layer in chosen]
         self._start_next()
 
     def before(self, layer: str) -> None:
-        """Prepare a layer's forward pass: it is updated, and the next one's updates are started."""
+        """Prepare a layer's forward pass: finish its updates, and start the updates of the next waiting layer."""
         if self._updates is None:
             return
         if not self._waiting:
@@ -285,7 +285,7 @@ class LateUpdates:
         self._start_next()
 
     def after_forward(self) -> None:
-        """Free what updates have needed if none waits after a forward pass."""
+        """Free the buffers of the updates after a forward pass if no update waits."""
         if self._updates is not None and not self._waiting:
             self._end()
 

@@ -17,13 +17,13 @@ class LearningRateFactor(NamedTuple):
     """A factor of the learning rate of some parameters."""
 
     pattern: str
-    """Pattern of full names in the stock model: `*` matches any text, dots included, `?` one character."""
+    """Pattern of full names in the stock model: `*` matches any text, including dots, `?` one character."""
     factor: float
-    """Factor, at least 0, which freezes the parameters."""
+    """Factor of at least 0; the factor 0 freezes the parameters."""
 
     @classmethod
     def parse(cls, text: str) -> "LearningRateFactor":
-        """Parse `PATTERN=FACTOR`; raise BadInput if a text is malformed."""
+        """Parse `PATTERN=FACTOR`; raise BadInput if the text is malformed."""
         pattern, _, number = text.rpartition("=")
         try:
             factor = float(number)
@@ -62,25 +62,25 @@ class Hyperparameters:
     eps: float = 1e-8
     learning_rate_schedule: LearningRateSchedule = LearningRateSchedule.COSINE
     final_fraction: float = 0.1
-    """Fraction of the peak at the last step, for schedules that decay to one."""
+    """Learning rate of the last step as a fraction of the peak, for schedules that decay to it."""
     router_bias_update_rate: float = 1e-3
-    """Change of a router's bias in a step, for an expert that is chosen more or less often than the mean."""
+    """Change per step of a router's bias for an expert that is chosen more or less often than the mean."""
     decay_fraction: float = 0.1
     """Fraction of all steps in which wsd decays."""
 
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of a step; steps count from 1, and the rate is constant after the last step.
 
-        All schedules rise in a line to the peak at step `warmup_steps` (Goyal et al. 2017). Then, with p the share of
-        the steps after it that are done and f the `final_fraction`, the peak is multiplied by
+        All schedules rise linearly to the peak at step `warmup_steps` (Goyal et al. 2017). Then, with p the fraction of
+        the later steps that is done and f the `final_fraction`, the peak is multiplied by
 
         - constant: 1;
         - linear: 1 - (1 - f) p (Devlin et al. 2019, with f = 0);
         - cosine: f + (1 - f) (1 + cos(pi p)) / 2 (Loshchilov & Hutter 2017, equation 5, without restarts);
         - inverse_sqrt: sqrt(warmup_steps / step), or sqrt(1 / step) without warm-up (Vaswani et al. 2017, equation 3,
           scaled to the peak);
-        - wsd: 1, then over the last `decay_fraction` of all steps, or what the warm-up leaves of it, a line to f (Hu et
-          al. 2024, section 4, who leave the shape of the decay open; the line is that of Hägele et al. 2024).
+        - wsd: 1, then over the last `decay_fraction` of all steps, or what the warm-up leaves of it, linearly to f (Hu
+          et al. 2024, section 4, who leave the shape of the decay open; linear as in Hägele et al. 2024).
         """
         step, warmup = min(step, self.steps), self.warmup_steps
         if step <= warmup:
@@ -103,7 +103,7 @@ class Hyperparameters:
         return 1 - (1 - self.final_fraction) * self._progress(step, begin)
 
     def _progress(self, step: int, begin: float) -> float:
-        """The fraction of the steps after `begin` that is done, from 0 to 1."""
+        """Return the fraction of the steps after `begin` that is done, from 0 to 1."""
         return (step - begin) / (self.steps - begin) if step > begin else 0.0
 
 
@@ -123,7 +123,8 @@ def group_of(
 ) -> ParameterGroup:
     """Return the parameter group of a parameter, by its name and number of dims in the stock model.
 
-    Norms and biases are the vectors, and what is called a bias. Of several patterns that match the first decides.
+    A parameter counts as a norm or bias if it has a single dim, or if its name ends with "bias". If several patterns
+    match, the first one decides.
     """
     decays = decay_norms_and_biases or (dims > 1 and not name.endswith("bias"))
     matching = (factor for pattern, factor in factors if fnmatchcase(name, pattern))

@@ -31,15 +31,17 @@ from shardwright_train.torch_private import foreach_mul_, foreach_norm, step_unl
 class ShardedOptimizer:
     """A plan's optimizer on each rank's shards.
 
-    The update needs no mesh: it runs over plain local tensors, which share memory with the DTensors. Of `matrices` it
-    may need what other ranks of the stage hold. Norms and biases are not decayed unless an option asks for it; a
-    parameter's learning rate is the step's times its factor. Both depend on its name in the stock model (`stock_names`
-    for tied parameters), so that all replicas are in the same group. `replicas` are tied copies whose gradients another
-    parameter already counts in the norm. Frozen parameters have no states; `router_biases` are corrected by counts
-    instead. The states start at zero, and bias correction continues after `updates` steps. Those of `offloaded`
-    parameters, by layer, stay in host memory. Of `on_host` the host updates them at the end of a step, on copies of
-    gradients and parameters; the others' updates wait in `late`, with their gradients, for their layer's next use.
-    `depths`: of how many further tokens a step has losses.
+    The update needs no mesh: it runs over plain local tensors, which share memory with the DTensors. To update
+    `matrices` it may need the parts that other ranks of the stage hold. Norms and biases are not decayed unless an
+    option requests it; a parameter's learning rate is the step's learning rate times the parameter's factor. Decay and
+    factor depend on its name in the stock model (`stock_names` for tied parameters), so that all replicas are in the
+    same group. `replicas` are tied copies that do not count in the norm, because their owner does. Frozen parameters
+    have no states; `router_biases` are corrected by counts instead. The states start at zero, and bias correction
+    continues after `updates` steps.
+
+    The states of `offloaded` parameters, by layer, stay in host memory. The parameters `on_host` among them are updated
+    by the host at the end of a step, on copies of gradients and parameters; the updates of the others wait in `late`,
+    with their gradients, for their layer's next use. `depths`: for how many further tokens a step has losses.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class ShardedOptimizer:
         self._there = {
             name: nn.Parameter(self.host.kept(x.detach())) for name, x in self._local.items() if name in on_host
         }
-        """The parameters that the host updates: their copies there."""
+        """Copies in host memory of the parameters that the host updates."""
         asked, names = (settings.learning_rate_factors, settings.decay_norms_and_biases), stock_names or {}
         group_by_name = {name: group_of(names.get(name, name), p.dim(), *asked) for name, p in self._trained.items()}
 
@@ -81,12 +83,12 @@ class ShardedOptimizer:
             layer: [name for name in names if name in self._trained] for layer, names in (offloaded or {}).items()
         }
         self._offloaded = {name: rule_of([name]) for names in layers.values() for name in names}
-        """The updates of parameters whose states are in host memory."""
+        """The optimizers of parameters whose states are in host memory, one for each."""
         self._rule = rule_of(name for name in self._trained if name not in self._offloaded)
         self.streamed = {
             layer: streamed for layer, names in layers.items() if (streamed := [n for n in names if n not in on_host])
         }
-        """The parameters whose states come to the device for their updates, by layer."""
+        """The parameters whose states are copied to the device for their updates, by layer."""
         self._late = LateUpdates(tuple(self.streamed)) if late is None else late
         replicas_of = [_replicas(parameter) for parameter in self._counted]
         self._replicas = torch.tensor(replicas_of, dtype=torch.float64, device=device)
@@ -100,9 +102,9 @@ class ShardedOptimizer:
     def step(self, step: int, loss: Tensor, stop: bool, loss_scale: float = 1.0, save: bool = False) -> "StepOutcome":
         """Clip by the global norm, update, and free the gradients; `step` counts from 1.
 
-        The gradients are of `loss_scale` times the loss. One all_reduce over the world carries the squared norm,
-        the losses of `run_step`, whether any rank wants to stop or to save, and each rank's peak memory so far. When
-        loss or norm is not finite nothing is updated. Parameters whose states come from the host are updated later.
+        The gradients belong to `loss_scale` times the loss. One all_reduce over the world carries the squared norm,
+        the losses of `run_step`, whether any rank wants to stop or to save, and each rank's peak memory so far. If
+        loss or norm is not finite, nothing is updated. Parameters whose states come from the host are updated later.
         """
         self._late.flush()
         squares, losses = self._squared_norm(), loss.reshape(-1)
@@ -134,12 +136,12 @@ class ShardedOptimizer:
             parameter.grad = None
 
     def flush(self) -> None:
-        """Finish the updates that wait, those in host memory included."""
+        """Finish the updates that wait, and wait until host memory has their states."""
         self._late.flush()
         self.host.settle()
 
     def state(self) -> dict[str, Tensor]:
-        """The states as DTensors with their parameters' layout, under `optim.<parameter>.<state>`."""
+        """Return the states as DTensors with their parameters' layout, under `optim.<parameter>.<state>`."""
         self.flush()
         kept = {name: tensors_of(p, self._states_of(name)) for name, p in self._trained.items()}
         return {f"optim.{name}.{state}": x for name, states in kept.items() for state, x in states.items()}
@@ -151,7 +153,7 @@ class ShardedOptimizer:
 
     @property
     def gradient_bytes(self) -> int:
-        """The bytes of the gradients that there are now."""
+        """The bytes of the gradients that exist now."""
         return sum(local_tensor(p.grad).nbytes for p in self.parameters.values() if p.grad is not None)
 
     @property
@@ -163,12 +165,12 @@ class ShardedOptimizer:
 
     @property
     def host_states(self) -> tuple[States, ...]:
-        """What is in host memory by parameter: states, and the parameter itself if the host updates it."""
+        """The tensors in host memory for each parameter: states, and the parameter itself if the host updates it."""
         there = ({"parameter": self._there[name].detach()} if name in self._there else {} for name in self._offloaded)
         return tuple(self._moved(name) | copy for name, copy in zip(self._offloaded, there, strict=True))
 
     def streamed_states(self, layer: str) -> tuple[States, ...]:
-        """The states of a layer that come to the device, by parameter in the order of their updates."""
+        """Return the states of a layer that are copied to the device, by parameter in the order of their updates."""
         return tuple(self._moved(name) for name in self.streamed[layer])
 
     def _moved(self, name: str) -> States:
@@ -190,14 +192,14 @@ class ShardedOptimizer:
         gradients = [local_tensor(p.grad) for p in self._counted if p.grad is not None]
         if not gradients:
             return torch.zeros((), dtype=torch.float64, device=self._replicas.device)
-        # Each norm in 32 bits at least, whatever the gradients are in; their squares are added in 64.
+        # Each norm in at least 32 bits, whatever the gradients' format; the squares are added in 64 bits.
         norms = torch.stack(foreach_norm(gradients, 2, torch.promote_types(gradients[0].dtype, torch.float32))).double()
         return (norms.square() / self._replicas).sum()
 
     def _update(self, shared: Tensor, learning_rate: float, loss_scale: float) -> None:
         """Update the parameters, unless loss or squared norm (the first two of `shared`) is not finite.
 
-        Decided on the device, without a wait.
+        The device decides that, without a wait of the host.
         """
         limit, gradients = self.settings.clip_norm, []
         if not self._trained:
@@ -240,17 +242,17 @@ class ShardedOptimizer:
         self.host.start(layer, self.streamed_states(layer), update)
 
     def finish_updates(self, layer: str) -> None:
-        """Let the device wait for the updates of a layer, and free their gradients."""
+        """Make the device wait for the updates of a layer, and free their gradients."""
         self.host.wait(layer)
         for name in self.streamed[layer]:
             self._local[name].grad = None
 
     def end_updates(self) -> None:
-        """Free the buffers through which states have come."""
+        """Free the buffers through which states were copied."""
         self.host.end()
 
     def _update_there(self, forbidden: Tensor, divisor: Tensor | None) -> None:
-        """Have the host update its parameters, which waits for the gradients."""
+        """Update on the host the parameters that it updates, after waiting for their gradients."""
         if not self._there:
             return
         forbidden, divisor = forbidden.cpu(), None if divisor is None else divisor.cpu()
@@ -271,7 +273,7 @@ class StepOutcome:
     """The outcome of a step, the same on every rank."""
 
     loss: float
-    """Mean cross entropy over the tokens of the step, with the factor's part of further tokens', and auxiliary losses.
+    """Mean cross entropy over the tokens of the step, plus the weighted losses of further tokens and auxiliary losses.
     """
     grad_norm: float
     learning_rate: float
@@ -280,11 +282,11 @@ class StepOutcome:
     save: bool
     """Whether some rank finds a checkpoint due."""
     peak_memory_bytes: tuple[int, ...]
-    """Peak memory of each rank so far, in bytes: of its device's tensors on a GPU, of the process on CPU."""
+    """Peak memory of each rank so far, in bytes: on a GPU of the device's tensors, on CPU of the process."""
     auxiliary_loss: float | None = None
     """The part of the loss that comes from blocks' auxiliary losses, averaged over samples; None without any."""
     assignments: tuple[float, ...] = ()
-    """How often each expert of each layer is chosen, in order; of each layer to a factor, its ranks with replicas."""
+    """How often each expert of each layer was chosen, in order, times the number of ranks with the same positions."""
     mtp_losses: tuple[float, ...] = ()
     """Mean cross entropy of each depth that predicts further tokens."""
 
@@ -297,7 +299,7 @@ class StepOutcome:
 def _groups(
     settings: Hyperparameters, group_by_name: Mapping[str, ParameterGroup], local: Mapping[str, nn.Parameter]
 ) -> list[dict[str, Any]]:
-    """The groups of an update with their members; without any, one that has none."""
+    """Return the parameter groups of an optimizer; one empty group if there are no parameters."""
     by_group = defaultdict[ParameterGroup, list[nn.Parameter]](list)
     for name, group in group_by_name.items():
         by_group[group].append(local[name])
@@ -313,7 +315,7 @@ def _groups(
 
 
 def _replicas(parameter: Tensor) -> int:
-    """The number of ranks that hold each element of a parameter."""
+    """Return the number of ranks that hold each element of a parameter."""
     if not isinstance(parameter, DTensor):
         return 1
     mesh = parameter.device_mesh

@@ -1,17 +1,18 @@
 """Optimizer updates on local tensors, which a flag on the device can disable.
 
-They are PyTorch's optimizers, or have their shape, and the two attributes of its fused ones: `found_inf`, 1 where the
-step must change nothing, and `grad_scale`, a divisor of gradients. With g the gradient, r the learning rate of a
+They are PyTorch's optimizers, or have the same interface, with the two attributes of the fused ones: `found_inf`, 1 if
+the step must change nothing, and `grad_scale`, a divisor of gradients. With g the gradient, r the learning rate of a
 parameter and d its decay:
 
 - adamw: `torch.optim.AdamW` (Loshchilov & Hutter 2019);
 - adamw-bf16: the same, whose averages are rounded to bfloat16 when the step is over: the step itself uses unrounded
   ones. An average that changes by less than 1 part in 512 of itself stays as it is;
-- adamw-8bit: the same, whose averages of matrices become codes of 8 bits (below);
+- adamw-8bit: the same, whose averages of matrices become 8-bit codes (below);
 - sgd: `torch.optim.SGD` with momentum 0.9: b = 0.9 b + g + d w, w = w - r b; the decay is part of the gradient;
 - lion (Chen et al. 2023, algorithm 2): w = w - r (sign(0.9 m + 0.1 g) + d w), then m = 0.99 m + 0.01 g;
 - muon: `torch.optim.Muon` with `match_rms_adamw`, for each matrix [A, B] of blocks: m = 0.95 m + 0.05 g, and
-  w = w - r (0.2 sqrt(max(A, B)) O(0.05 g + 0.95 m) + d w), where O is of homes.py; adamw for all other parameters.
+  w = w - r (0.2 sqrt(max(A, B)) O(0.05 g + 0.95 m) + d w), where O orthogonalizes (homes.py); adamw for all other
+  parameters.
 """
 
 import math
@@ -36,10 +37,10 @@ from shardwright_train.torch_private import StridedShard
 
 # Averages in 8 bits: codes, and a scale for each block of a parameter's row, independent of sharding.
 #
-# Blocks lie along rows, so that cutting rows cuts no block. If columns are cut through blocks, their ranks agree on
-# each block's largest value: every plan keeps the same codes. The 256 values of a code are as in Dettmers et al. 2022
-# ("8-bit optimizers via block-wise quantization"): seven decades, the largest with the most values. A positive square
-# is never rounded to 0, by which its average would be divided.
+# Blocks lie along rows, so that sharding rows cuts no block. If columns are sharded through blocks, their ranks agree
+# on each block's largest value: every plan keeps the same codes. The 256 values of a code are as in Dettmers et al.
+# 2022 ("8-bit optimizers via block-wise quantization"): seven decades, the largest with the most values. A positive
+# average of squares is never rounded to 0, because the update divides by its root.
 
 
 _DECADES = 7
@@ -47,7 +48,7 @@ _DECADES = 7
 
 @cache
 def values(signed: bool) -> tuple[float, ...]:
-    """The 256 values of a code, ascending, from -1 or 0 to 1."""
+    """Return the 256 values of a code, ascending, from -1 (`signed`) or 0 to 1."""
     found = [0.0, 1.0]
     for decade in range(_DECADES):
         count = 2 ** (decade + (not signed))
@@ -57,22 +58,22 @@ def values(signed: bool) -> tuple[float, ...]:
 
 
 class Blocks(NamedTuple):
-    """The blocks of a parameter's rows of which a rank holds parts."""
+    """The blocks of a parameter's rows that a rank holds, entirely or in part."""
 
     row: int
     """Length of a whole row."""
     size: int
-    """Numbers of a block; the last of a row has fewer where they do not divide it."""
+    """Number of elements of a block; the last block of a row has fewer if the size does not divide the row."""
     first: int = 0
-    """Number of the first column that the rank holds."""
+    """Index of the first column that the rank holds."""
     columns: int = 0
-    """How many it holds."""
+    """Number of columns that the rank holds."""
     groups: tuple[Callable[[], dist.ProcessGroup], ...] = ()
-    """What finds the ranks that hold other columns of the same blocks: each has the scales of whole rows."""
+    """Functions that return groups of ranks with columns of the same blocks: each rank has the scales of whole rows."""
 
     @classmethod
     def of(cls, parameter: Tensor, size: int, groups: Groups | None) -> "Blocks":
-        """The blocks of a parameter, which may be cut over some of a plan's groups."""
+        """Return the blocks of a parameter, which may be sharded over some of a plan's `groups`."""
         row = parameter.shape[-1]
         if not isinstance(parameter, DTensor):
             return cls(row, size, 0, row)
@@ -95,7 +96,7 @@ class Blocks(NamedTuple):
         return -(-(self.row if self.groups else self.columns) // self.size)
 
     def placed(self, parameter: Tensor, scales: Tensor) -> Tensor:
-        """Scales with the layout of their parameter, except that whole rows are on each rank of `groups`."""
+        """Return scales with the layout of their parameter, except that each rank of `groups` has whole rows."""
         if not isinstance(parameter, DTensor):
             return scales
         axes = {axis for axis, _ in _cuts(parameter)} if self.groups else set[int]()
@@ -113,14 +114,14 @@ class Blocks(NamedTuple):
         return self._whole(blocks)
 
     def maxima(self, x: Tensor) -> Tensor:
-        """The largest absolute value of each block of the numbers that the rank holds, in float32."""
+        """Return the largest absolute value of each block, among the numbers that the rank holds, in float32."""
         found = torch.zeros((*x.shape[:-1], self.scales), dtype=torch.float32, device=x.device)
         if x.numel():
             self._mine(found).copy_(self._blocks(x.abs()).amax(-1))
         return found
 
     def codes(self, x: Tensor, scales: Tensor, signed: bool) -> Tensor:
-        """Return the nearest code of each number; of two equally near ones the lower."""
+        """Return the nearest code of each number; the lower one of two equally near codes."""
         table = torch.tensor(values(signed), dtype=x.dtype, device=x.device)
         divisors = self._mine(scales).to(x.dtype)
         shares = self._blocks(x) / torch.where(divisors == 0, 1, divisors).unsqueeze(-1)
@@ -129,7 +130,7 @@ class Blocks(NamedTuple):
         return self._whole(found).to(torch.uint8)
 
     def _blocks(self, x: Tensor) -> Tensor:
-        """Numbers by block [..., blocks, size], padded where the rank holds a part of one."""
+        """Return numbers by block [..., blocks, size], padded if the rank holds only a part of a block."""
         left = self.first % self.size
         blocks: Tensor = pad(x, (left, -(left + self.columns) % self.size)).unflatten(-1, (-1, self.size))
         return blocks
@@ -140,7 +141,7 @@ class Blocks(NamedTuple):
         return whole.contiguous()  # as fused kernels take it to be
 
     def _mine(self, scales: Tensor) -> Tensor:
-        """The scales of the blocks of which the rank holds a part."""
+        """Return the scales of the blocks of which the rank holds a part."""
         if not self.groups:
             return scales
         low = self.first // self.size
@@ -166,13 +167,13 @@ MOMENTUM = 0.9
 LION_BETAS = (0.9, 0.99)
 MUON_MOMENTUM, MUON_SCALE = 0.95, 0.2
 _BLOCKS, _CODES, _SCALES = "blocks", "_codes", "_scales"
-"""Key of the blocks of a state in codes, and ends of the names of these and of their scales."""
+"""Key of the `Blocks` of a state kept in codes, and suffixes of the names of its codes and scales."""
 _HELD = "held"
-"""Key of what ranks hold of a parameter of matrices that are updated whole."""
+"""Key of the `Held` of a parameter whose matrices are updated whole."""
 
 
 class _Update(torch.optim.Optimizer, ABC):
-    """An update of this project, parameter by parameter."""
+    """An optimizer of this project, which updates one parameter after the other."""
 
     found_inf: Tensor
     grad_scale: Tensor | None
@@ -194,7 +195,7 @@ class _Update(torch.optim.Optimizer, ABC):
         return ((group, p) for group in self.param_groups for p in group["params"] if p.grad is not None)
 
     def _gradient(self, parameter: Tensor, otherwise: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradient, or `otherwise` if the step must not change anything; and 0 or 1 to scale changes."""
+        """Return the gradient, or `otherwise` if the step must not change anything; and a factor of changes, 1 or 0."""
         assert parameter.grad is not None
         gradient = parameter.grad if self.grad_scale is None else parameter.grad / self.grad_scale
         allowed = self.found_inf == 0
@@ -202,7 +203,7 @@ class _Update(torch.optim.Optimizer, ABC):
 
 
 class RoundedAdamW(_Update):
-    """AdamW whose averages are stored in another format than the parameters'."""
+    """AdamW whose averages are stored in another format than the parameters."""
 
     def __init__(self, groups: list[dict[str, Any]], settings: Hyperparameters) -> None:
         super().__init__(groups)
@@ -258,7 +259,7 @@ class EightBitAdamW(RoundedAdamW):
         ]
 
     def keep(self, state: Mapping[str, Any], averages: Sequence[Tensor]) -> None:
-        """Keep codes, with the scales on which all ranks that hold parts of a block agree."""
+        """Store the averages as codes, with scales on which all ranks that hold parts of a block agree."""
         if _BLOCKS not in state:
             super().keep(state, averages)
             return
@@ -266,7 +267,8 @@ class EightBitAdamW(RoundedAdamW):
         maxima = torch.stack([blocks.maxima(average) for average in averages])
         for group in blocks.groups:
             dist.all_reduce(maxima, dist.ReduceOp.MAX, group())
-        # The extreme of a block may be rounded, so that codes of codes are others: a step without a change has none.
+        # The extreme of a block may be rounded, so that encoding decoded values can change codes: a step that must
+        # change nothing keeps the old ones.
         allowed = self.found_inf == 0
         for (name, signed), average, scales in zip(_signs(), averages, maxima, strict=True):
             kept = [(state[name + _SCALES], scales)]
@@ -320,7 +322,7 @@ class Muon(RoundedAdamW):
             parameter.copy_(torch.where(allowed, new, parameter))
 
     def _averaged(self, parameter: Tensor, state: Mapping[str, Any]) -> Tensor:
-        """Average a gradient with those before, and put Nesterov's average in its place."""
+        """Update the average of gradients, and return the gradient's tensor overwritten with Nesterov's average."""
         (kept,) = (state[each.name] for each in MUON.states)
         gradient, _ = self._gradient(parameter, kept)
         kept.lerp_(gradient, 1 - MUON_MOMENTUM)
@@ -328,19 +330,19 @@ class Muon(RoundedAdamW):
         return parameter.grad.copy_(gradient.lerp_(kept, MUON_MOMENTUM))
 
     def averages(self, parameter: Tensor, state: Mapping[str, Any]) -> list[Tensor]:
-        """The kept averages themselves."""
+        """Return the stored averages themselves."""
         return [state[each.name] for each in ADAMW.states]
 
     def keep(self, state: Mapping[str, Any], averages: Sequence[Tensor]) -> None:
-        """Nothing: the averages were updated where they are kept."""
+        """Do nothing: `averages` returned the stored tensors themselves, which were updated in place."""
 
 
 def initial_states(
     optimizer: Optimizer, parameter: Tensor, local: Tensor, updates: int, groups: Groups | None, held: Held | None
 ) -> dict[str, Any]:
-    """The states of a parameter's shard before the first step; bias correction continues after earlier updates.
+    """Return the states of a parameter's shard before the first step; bias correction continues after `updates` steps.
 
-    `held`: of a parameter of matrices of blocks.
+    `held`: what ranks hold of the parameter, if it consists of matrices of blocks; otherwise None.
     """
     states: dict[str, Any] = {"step": torch.tensor(float(updates), dtype=torch.float32, device=local.device)}
     is_whole = optimizer.whole_matrices and held is not None
@@ -359,7 +361,7 @@ def initial_states(
 
 
 def tensors_of(parameter: Tensor, states: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What a checkpoint has of a parameter's states, placed as the parameter is."""
+    """Return the states of a parameter that a checkpoint stores, placed as the parameter is."""
     return {
         name: states[_BLOCKS].placed(parameter, x) if name.endswith(_SCALES) else placed_as(parameter, x)
         for name, x in moved_states(states).items()
@@ -367,7 +369,7 @@ def tensors_of(parameter: Tensor, states: Mapping[str, Any]) -> dict[str, Tensor
 
 
 def moved_states(states: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The states of a parameter that checkpoints have and that offload moves: all but the count of steps."""
+    """Return the states of a parameter that checkpoints store and offload moves: all except the count of steps."""
     return {name: x for name, x in states.items() if name not in ("step", _BLOCKS, _HELD)}
 
 
@@ -379,4 +381,4 @@ UPDATES: dict[str, Callable[[list[dict[str, Any]], Hyperparameters], torch.optim
     LION.name: lambda groups, _: Lion(groups),
     MUON.name: Muon,
 }
-"""What makes the update of each optimizer, of groups with members, decay and factor of the learning rate."""
+"""Function that makes each optimizer, by name, from parameter groups and hyperparameters."""

@@ -1,6 +1,6 @@
-"""Measurement of plans: each runs for some steps, and its times and memory are written to a journal at once.
+"""Measurement of plans: each runs for some steps, and its times and memory are written to a journal immediately.
 
-Experts of a layer are measured in isolation, too.
+The experts of a layer are also measured separately.
 """
 
 import gc
@@ -94,13 +94,16 @@ def measure_plans(job: MeasureJob, world: World) -> None:
 
 
 def _attention_by(plans: Sequence[Plan], kernels: Sequence[str], world: World) -> str:
-    """The kernels that computed attention, each once; a share of longer samples attends as across ranks."""
+    """Return the names of the kernels that computed attention, each once, separated by semicolons.
+
+    Context probes, which attend in blocks as across ranks, are named by their plan's kernel.
+    """
     ran = (kernels_run(plan, Attention(kernel), world.device) for plan, kernel in zip(plans, kernels, strict=True))
     return "; ".join(dict.fromkeys(filter(None, ran)))
 
 
 def _in_turns(asked: Plans) -> Iterator[_Places]:
-    """Yield the places of plans that are measured together, by their first; most plans are measured by themselves."""
+    """Yield the indices of plans that are measured alternately, ordered by the first; most groups have one plan."""
     groups = {min(group): group for group in asked.in_turns}
     others = {place for group in asked.in_turns for place in group} - groups.keys()
     for place in range(len(asked.plans)):
@@ -137,7 +140,7 @@ class _Runner:
     world: World
     groups: Groups
     standing_bytes: int
-    """Bytes of tensor memory that building the plan has left on CPU, without the optimizer's states in host memory."""
+    """Bytes of tensors on CPU after building the plan, without optimizer states in host memory."""
     steps: int = 0
 
     @classmethod
@@ -153,7 +156,7 @@ class _Runner:
             family=family,
             rank=world.rank,
             groups=groups,
-            # Attention across ranks is in blocks of sdpa's kernels, whatever attends to a rank's own positions.
+            # Attention across ranks uses sdpa's kernels in blocks, whatever the kernel for a rank's own positions.
             attention=kernel if stands_for == 1 else Attention.SDPA.value,
             device=world.device,
             seed=0,
@@ -167,7 +170,7 @@ class _Runner:
                 engine = build_engine(context)
                 assert engine.optimizer
                 record.hook("built")
-        # On a CPU what is in host memory was recorded, too.
+        # On CPU the record includes what is in host memory.
         hosted = sum(x.nbytes for states in engine.optimizer.host_states for x in states.values())
         runner = cls(engine, work, world, groups, record.intervals[-1].after_bytes - hosted)
         for _ in range(warmup_steps):
@@ -201,7 +204,7 @@ class _Runner:
             self.step(hook)
 
     def close(self) -> None:
-        """Free its device memory, its communicators' buffers included."""
+        """Free the plan's device memory, including its communicators' buffers."""
         del self.engine, self.work
         gc.collect()
         self.groups.close()
@@ -212,16 +215,16 @@ class _Runner:
 def _measure(
     asked: Sequence[tuple[Plan, str, int]], job: MeasureJob, world: World, resident: int
 ) -> tuple[PlanMeasurement, ...]:
-    """Measure plans with their kernels in turns, all built at once; the memory of each is recorded separately.
+    """Measure plans, all built at once, step by step alternately; the memory of each is recorded separately.
 
-    The third of each tuple is the number of ranks of which each rank stands for one.
+    `asked`: each plan, its attention kernel, and the number of ranks of which each rank represents one.
     """
     memory: dict[int, RankMemory] = {}
     runners = [_Runner.build(*asked[0], world, job.warmup_steps)]
     if len(asked) > 1:
         memory[0] = _memory(runners[0], resident)
     runners += [_Runner.build(*each, world, job.warmup_steps) for each in asked[1:]]
-    timing.reference_time_s(world.device)  # the first one also loads kernels
+    timing.reference_time_s(world.device)  # the first call also loads kernels
     limits = timing.Limits(job.steps, job.min_time_s, lambda value: _of_all_ranks(value, world))
     measured = timing.measure_in_turns([runner.timed for runner in runners], limits, _forward_only(asked))
     if job.trace is not None:
@@ -251,7 +254,7 @@ def _measure(
 
 
 def _forward_only(asked: Sequence[tuple[Plan, str, int]]) -> list[int]:
-    """The places of plans that differ from the first by layers that have no backward pass."""
+    """Return the indices of plans that differ from the first one by layers without a backward pass."""
     further = [Counter(plan.model.layers) - Counter(asked[0][0].model.layers) for plan, *_ in asked]
     types = asked[0][0].model.types
     return [place for place, more in enumerate(further) if more and not any(types[kind].has_backward for kind in more)]
@@ -317,7 +320,7 @@ _KIND: JournalKind[MeasureIdentity, PlanMeasurement] = JournalKind(
 def open_journal(
     job: MeasureJob, world: World, device: str, versions: str
 ) -> Journal[MeasureIdentity, PlanMeasurement]:
-    """Open a measurement's journal, the same on every rank; it restarts for other settings, devices or versions."""
+    """Return a measurement's journal, the same on every rank; it restarts if settings, device or versions differ."""
     identity = MeasureIdentity(
         steps=job.steps,
         warmup_steps=job.warmup_steps,
@@ -330,11 +333,11 @@ def open_journal(
     return Journal(job.journal if world.rank == 0 else None, _KIND, identity, kept)
 
 
-# Time and memory of a layer's experts in isolation, on one rank, with the same number of rows for each expert.
+# Time and memory of only a layer's experts, on one rank, with the same number of rows for each expert.
 
 
 _MAX_STEPS = 200
-"""Limit of the steps of a probe, however short they are."""
+"""Largest number of steps of a probe, however short they are."""
 
 
 def measure_experts(
@@ -377,7 +380,7 @@ class _Run:
     rows: Tensor
     weights: Tensor
     is_exchanged: bool
-    """Whether rows come from several ranks, and are not kept as they come."""
+    """Whether rows come from several ranks: then only their sorted copy is kept."""
 
     @classmethod
     def build(cls, plan: Plan, probe: ExpertProbe, device: torch.device) -> "_Run":
@@ -400,7 +403,7 @@ class _Run:
             if is_exchanged:
                 rows, weights = away.there(rows), away.there(weights)
             results = family.compute_experts(experts, rows, Unseen(weights), counts, recomputation)
-            # A layer ends so, and needs no results of experts in a replay.
+            # A layer ends in the same way: its replay does not need the results of experts.
             return recomputation.sum(lambda output: output, away.back(results) if is_exchanged else results)
 
         hidden = model.boundary[0].features
@@ -455,7 +458,7 @@ def _recomputed(compute: Callable[..., Tensor], recompute: Recompute) -> Callabl
 def _experts(
     family: Family, model: Model, type_name: str, axes: ParameterAxes, dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
-    """The module of the experts of a type of layer, with the part of one rank."""
+    """Return the module of a layer type's experts, with one rank's part of the parameters."""
     with torch.device("meta"):
         block = family.build(model, f"layers[{model.layers.index(type_name)}]")
     for cut in cuts(block, family.rules):

@@ -1,4 +1,4 @@
-"""PyTorch's profile of a step: its tensor memory between events, and its Chrome trace with the passes named."""
+"""PyTorch's profile of a step: its tensor memory between events, and its Chrome trace with named passes."""
 
 import gzip
 import json
@@ -30,7 +30,7 @@ _RANKS, _FLOWS = 1 << 20, 1 << 32
 _SETTLING_S = 0.002
 _THREADS = Path("/proc/self/task")
 _GLOO_THREAD = "pt_gloo_runloop"
-"""The name of a thread of gloo that runs collectives, up to 15 characters."""
+"""The name, cut to 15 characters, of a thread of gloo that runs collectives."""
 _NAMES_OF_PROCESSES = ("process_name", "process_labels", "process_sort_index")
 
 
@@ -60,7 +60,7 @@ class MemoryInterval(NamedTuple):
 
 @dataclass
 class MemoryRecord:
-    """A recording of a step's events; the intervals between them are available once it has ended."""
+    """A recording of a step's events; the intervals between them are available when it has ended."""
 
     device: torch.device
     intervals: list[MemoryInterval] = field(default_factory=list)
@@ -80,12 +80,12 @@ class MemoryRecord:
             self._events.append(Event(name, at))
 
     def of_counters(self) -> list[MemoryInterval]:
-        """The intervals by the accelerator's allocator, which counts allocated bytes and their peak."""
+        """Return the intervals by the accelerator's allocator, which counts allocated bytes and their peak."""
         pairs = zip(self._events[1:], pairwise(self._counted), strict=True)
         return [MemoryInterval(*event, before, after, peak) for event, ((before, _), (after, peak)) in pairs]
 
     def of_profile(self, roots: Iterable[ProfilerEvent], standing_bytes: int) -> list[MemoryInterval]:
-        """The intervals by this thread's allocations in PyTorch's profile."""
+        """Return the intervals by this thread's allocations in PyTorch's profile."""
         record: list[Event | Allocation] = []
         for event in sorted(_all_events(roots), key=lambda event: event.start_time_ns):
             kind, details = event.typed
@@ -99,9 +99,9 @@ class MemoryRecord:
 
 @contextmanager
 def record_memory(device: torch.device, standing_bytes: int = 0) -> Iterator[MemoryRecord]:
-    """Record the tensor memory of the block; `standing_bytes` were allocated on CPU when it began.
+    """Record the tensor memory inside the `with` block; `standing_bytes`: bytes allocated on CPU when it begins.
 
-    PyTorch's profiler sees every single allocation. That is the only way on CPU, whose allocator counts nothing.
+    On CPU PyTorch's profiler records every single allocation, because the CPU allocator counts nothing.
     """
     record = MemoryRecord(device)
     if on_accelerator(device):
@@ -115,9 +115,9 @@ def record_memory(device: torch.device, standing_bytes: int = 0) -> Iterator[Mem
 
 
 def intervals_of(record: Sequence[Event | Allocation], standing_bytes: int) -> Iterator[MemoryInterval]:
-    """Yield the memory between the events of a record that begins with one.
+    """Yield the memory between the events of a record that begins with an event.
 
-    Memory that is freed without a recorded allocation counts as part of `standing_bytes` permanently.
+    Memory whose allocation was not recorded counts in `standing_bytes`, even after it is freed.
     """
     live: dict[int, int] = {}
     resident = before = peak = standing_bytes
@@ -127,7 +127,7 @@ def intervals_of(record: Sequence[Event | Allocation], standing_bytes: int) -> I
                 yield MemoryInterval(item.name, item.at, before, resident, peak)
             before = peak = resident
             continue
-        # Where something stood already, its end was not recorded: it is over now.
+        # An earlier allocation at this address has ended, even if its release was not recorded.
         resident -= live.pop(item.address, 0)
         if item.size_bytes > 0:
             live[item.address] = item.size_bytes
@@ -138,8 +138,8 @@ def intervals_of(record: Sequence[Event | Allocation], standing_bytes: int) -> I
 def segments_of_memory(intervals: Sequence[MemoryInterval]) -> tuple[SegmentMemory, ...]:
     """Return the memory saved by the second micro-batch (or the only one), and its workspace, in each segment.
 
-    The first microbatch also gathers parameters and makes gradients, which are counted as states. Kept memory is
-    summed over the chunks of a pipeline stage; the largest workspace counts.
+    The first microbatch also gathers parameters and creates gradients, which are counted as states. Saved memory is
+    summed over the chunks of a pipeline stage; of the workspaces the largest counts.
     """
     second = min(1, max(i.at[0] for i in intervals if i.at is not None))
     mine = [i for i in intervals if i.at is not None and i.at[0] == second]
@@ -169,8 +169,8 @@ def _all_events(events: Iterable[ProfilerEvent]) -> Iterator[ProfilerEvent]:
 class _CollectivesSettled(TorchDispatchMode):
     """A mode in which gloo's threads release a collective's tensors before the caller does.
 
-    The profiler sees what is freed in the calling thread only; a buffer that gloo's thread is the last to hold would
-    count as resident for ever. Sends and receives are left alone: waiting for a send here could wait for each other.
+    The profiler sees only what is freed in the calling thread; a buffer that a thread of gloo is the last to hold would
+    count as resident forever. Sends and receives are not waited for: two ranks could wait for each other.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -185,10 +185,10 @@ class _CollectivesSettled(TorchDispatchMode):
 
 
 def settle(threads: Path) -> None:
-    """Wait until gloo's threads have let go of the collectives that they have done.
+    """Wait until gloo's threads have released the tensors of the collectives that they have done.
 
     `threads`: the folder of this process's threads in /proc (proc(5)). A busy machine may take long to run a thread
-    that is ready, so no fixed time is enough. The first pause is for a thread that has not begun to let go.
+    that is ready, so no fixed time is enough. The first pause is for a thread that has not begun to release them.
     """
     time.sleep(_SETTLING_S)
     while any(map(_is_at_work, threads.iterdir())):
@@ -196,7 +196,7 @@ def settle(threads: Path) -> None:
 
 
 def _is_at_work(thread: Path) -> bool:
-    """Return whether a thread is one of gloo's and runs, or would if it had a processor."""
+    """Return whether a thread belongs to gloo, and is running or ready to run."""
     try:
         if (thread / "comm").read_text().strip() != _GLOO_THREAD:
             return False
@@ -206,7 +206,7 @@ def _is_at_work(thread: Path) -> bool:
 
 
 def trace_file(folder: Path, plan: Plan, rank: int) -> Path:
-    """The file of a rank's trace of a plan; plans with equal names are distinguished by their hash."""
+    """Return the file of a rank's trace of a plan; plans with equal names are distinguished by their hash."""
     name = re.sub(r"[^\w.-]+", "-", plan.name, flags=re.ASCII)[:80]
     return folder / f"{name}-{plan.sha256[:8]}.rank{rank}.json.gz"
 
@@ -215,8 +215,8 @@ def trace_file(folder: Path, plan: Plan, rank: int) -> Path:
 def traced(device: torch.device, rank: int, file: Path) -> Iterator[StepHook]:
     """Profile a step that calls the yielded hook, and write its trace.
 
-    Each pass and the wait before it is a span of its own, `forward microbatch 0 chunk 0` and so on. The processes of
-    the trace are named by the rank, and nothing in it means something else in another rank's.
+    Each pass, and the wait before it, is a separate span, such as `forward microbatch 0 chunk 0`. The processes in the
+    trace are named by rank, and their numbers differ from those in other ranks' traces, so that traces can be merged.
     """
     spans = _Spans()
     with profile(activities=profiled_activities(device)) as profiler:
@@ -262,9 +262,9 @@ class _Spans:
 
 
 def _of_rank(trace: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Return the trace with processes and flows numbered differently from other ranks', and processes named by rank.
+    """Return the trace with processes and flows numbered differently on each rank, and processes named by rank.
 
-    The rank's process on the host gets the number of the rank. The profiler's own spans, whose process is not a number,
+    The rank's process on the host gets the rank as its number. The profiler's own spans, whose process is not a number,
     are left out.
     """
     host = os.getpid()

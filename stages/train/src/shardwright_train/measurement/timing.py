@@ -1,4 +1,4 @@
-"""Timing of steps by segment and pass, with a reference workload before each step, and of plans that take turns."""
+"""Timing of steps by segment and pass, with a reference workload before each step, also of alternating plans."""
 
 import statistics
 import time
@@ -20,17 +20,17 @@ from shardwright_train.pipeline.runner import MicrobatchChunk
 
 _FORWARD, _BACKWARD = ".forward", ".backward"
 _REPEATS = 4
-"""Number of repeats, as long as a step of a small model: an interruption of 10 ms doubles 15 ms, but hardly a step."""
+"""Repeats of the workload: together as long as a small model's step, which an interruption of 10 ms hardly changes."""
 _SCATTER = 0.1
 _MAX_SCATTERED = 3
-"""Largest number of steps of a plan measured by itself, as a multiple of the requested ones, if times scatter."""
+"""Largest number of steps of a plan measured by itself, if times scatter, as a multiple of the requested steps."""
 MAX_AGAIN = 2
-"""Limit of the repetitions of the first rounds for plans measured in turns."""
+"""Largest number of repetitions of the first rounds for plans that are measured alternately."""
 _LAYERS = "layers"
 
 
 class Interval(NamedTuple):
-    """The time from the event before to the event `name`."""
+    """The time from the previous event to the event `name`."""
 
     name: str
     at: MicrobatchChunk | None
@@ -46,7 +46,7 @@ class Clock(Protocol):
         """Record an event."""
 
     def intervals(self) -> list[Interval]:
-        """The seconds between the events so far; waits for the device."""
+        """Return the times between the events so far, after waiting for the device."""
 
 
 class _HostClock:
@@ -93,7 +93,7 @@ class StepTiming:
     """The times of one step of one rank; segment times are means over middle micro-batches (see `Segment`)."""
 
     reference_s: float
-    """Seconds of the reference workload, right before."""
+    """Seconds of the reference workload, just before the step."""
     step_s: float
     forward_s: dict[str, float]
     backward_s: dict[str, float]
@@ -103,7 +103,7 @@ class StepTiming:
 
 
 def timing_of_step(intervals: Sequence[Interval], reference_s: float) -> StepTiming:
-    """Sort the times between the events of one step by segment and pass; a microbatch's chunks are added up."""
+    """Return the times of one step by segment and pass; a microbatch's chunks are added up."""
     forward, backward = _by_segment(intervals, _FORWARD), _by_segment(intervals, _BACKWARD)
     passes = [sum(times) for times in zip(*backward.values(), strict=True)]
     reduced_less_s = statistics.fmean(middle(passes, Pass.BACKWARD))
@@ -121,7 +121,7 @@ def timing_of_step(intervals: Sequence[Interval], reference_s: float) -> StepTim
 
 
 def _by_segment(intervals: Sequence[Interval], suffix: str) -> dict[str, list[float]]:
-    """The times of each segment, one per microbatch in the order of the microbatches."""
+    """Return the times of each segment, one per microbatch in the order of the microbatches."""
     by_segment: dict[str, dict[int, float]] = {}
     for interval in intervals:
         if interval.name.endswith(suffix) and interval.at is not None:
@@ -152,7 +152,7 @@ def _passes(intervals: Sequence[Interval]) -> Iterator[PassTime]:
 
 
 class _Workload(NamedTuple):
-    """A workload like layers and optimizers: products of square matrices, then sums of vectors larger than caches."""
+    """A workload like layers and optimizers: products of square matrices, then sums of vectors that exceed caches."""
 
     dtype: torch.dtype
     side: int
@@ -165,11 +165,11 @@ _WORKLOADS = {
     CPU: _Workload(torch.float32, side=256, products=40, numel=1 << 20, sums=20),
     GPU: _Workload(torch.float16, side=4096, products=40, numel=1 << 24, sums=100),
 }
-"""Workload by device type, about 15 ms on a processor core and on an H100; profiles compare with the same one only."""
+"""Workload by device type, about 15 ms on a processor core and on an H100; only times of equal ones are comparable."""
 
 
 def reference_time_s(device: torch.device) -> float:
-    """Return the mean seconds of the workload on this rank's device while all ranks run it; collective.
+    """Return the mean seconds of the reference workload on this rank's device while all ranks run it; collective.
 
     Between training steps its tensors use memory that activations have freed.
     """
@@ -206,7 +206,7 @@ class Limits(NamedTuple):
 
     steps: int
     min_time_s: float
-    """Least seconds for each plan; for plans in turns, their mean."""
+    """Minimum seconds for each plan; for alternating plans, of their mean."""
     of_all_ranks: Callable[[float], float]
     """Function that returns the largest value over all ranks; collective."""
 
@@ -216,9 +216,9 @@ def measure_in_turns(
 ) -> Measured:
     """Measure one step of each plan in turn, until all have been measured for long enough.
 
-    A plan measured by itself is measured for longer if its steps scatter. Several plans are compared with the first:
-    if the difference in layer time has too large an error, all are measured again. `forward_only` are the places of
-    plans whose further layers have no backward pass.
+    A plan measured by itself is measured for longer if its step times scatter. Several plans are compared with the
+    first one: if the difference in layer time has too large an error, all are measured again. `forward_only`: indices
+    of plans whose additional layers have no backward pass.
     """
     taken: Taken = tuple([] for _ in step)
     while len(taken[0]) < limits.steps or limits.of_all_ranks(_spent_s(taken)) < limits.min_time_s * len(taken):
@@ -236,7 +236,7 @@ def measure_in_turns(
 
 
 def largest_error(taken: Taken, forward_only: Collection[int] = ()) -> float:
-    """The largest relative error, in either pass, of the difference between two plans' layer times."""
+    """Return the largest relative error, in either pass, of the difference between two plans' layer times."""
     forward = [[step.forward_s[_LAYERS] for step in steps] for steps in taken]
     compared = (steps for place, steps in enumerate(taken) if place not in forward_only)
     backward = [[step.backward_s[_LAYERS] for step in steps] for steps in compared]
@@ -254,7 +254,7 @@ def _spent_s(taken: Taken) -> float:
 
 
 def _scatter(steps: Sequence[StepTiming]) -> float:
-    """The spread of the middle half of the step times, as a fraction of the median."""
+    """Return the spread of the middle half of the step times, as a fraction of the median."""
     times = sorted(step.step_s for step in steps)
     return (times[(3 * len(times)) // 4] - times[len(times) // 4]) / statistics.median(times)
 
@@ -262,7 +262,7 @@ def _scatter(steps: Sequence[StepTiming]) -> float:
 def rank_measurements(
     steps: Sequence[StepTiming], stage: int, memory: RankMemory, world: World
 ) -> tuple[RankMeasurement, ...]:
-    """The times and memory of all ranks in the steps of a plan, gathered from each; collective."""
+    """Return the times and memory of all ranks in the steps of a plan; collective."""
     names = steps[0].forward_s
     mine = RankMeasurement(
         rank=world.rank,
@@ -286,7 +286,7 @@ def rank_measurements(
 
 
 def _median_repeat(steps: Sequence[StepTiming], world: World) -> int:
-    """The repeat that `PlanMeasurement.median_repeat` will name, before all ranks' measurements are combined."""
+    """Return the step that `PlanMeasurement.median_repeat` will give when all ranks' measurements are combined."""
     slowest = torch.tensor([step.step_s for step in steps], dtype=torch.float64, device=world.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     times: list[float] = slowest.tolist()

@@ -1,8 +1,9 @@
 """Models without facts, trained as the stock class: each layer is the stock forward pass with other layers bypassed.
 
-The embedding is the stock forward pass until its first block, the head is all of it after the last one; what blocks
-are given beside hidden states (masks, positions, angles) comes from a pass through which no states flow. Nothing of a
-forward pass is rewritten, so that what `flow` finds to run one by one computes what the stock class computes.
+The embedding is the stock forward pass up to its first block, the head is all of it after the last block. The other
+arguments of blocks than hidden states (masks, positions, angles) come from a pass through which no states flow. No part
+of a forward pass is rewritten, so that a model whose blocks `flow` finds to run one by one computes what the stock
+class computes.
 """
 
 import copy
@@ -47,12 +48,12 @@ from shardwright_train.parallel.vocab import loss_of_logits
 from shardwright_train.torch_private import FakeTensor, TorchDispatchMode
 
 _WHOLE = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
-"""Kinds of recomputation that ask for no part of a block."""
+"""Kinds of recomputation that do not name a part of a block."""
 _HUGE = 1 << 28
-"""Elements that no constant of a model has."""
+"""Number of elements that no constant of a model exceeds."""
 _SMALL = 1 << 16
-"""Elements of a parameter up to which the value that its constructor gives it is kept, for classes that give it no
-other one."""
+"""Largest number of elements of parameters whose values from the constructor are kept, for classes that do not
+initialize them otherwise."""
 
 
 class _Unmarked(Causal):
@@ -62,7 +63,7 @@ class _Unmarked(Causal):
 
 
 class AsStock(Family):
-    """The types that transformers has and no facts describe."""
+    """The model types that transformers has and no facts describe."""
 
     parts: Mapping[str, Parts] = {}
     embedding = head = ()
@@ -70,12 +71,12 @@ class AsStock(Family):
 
     @cached_property
     def rules(self) -> dict[str, Rule]:
-        """The rules of the plan that transformers has of the class."""
+        """The sharding rules of transformers' tensor-parallel plan for the class."""
         return self._plan.rules
 
     @property
     def plan_problem(self) -> str | None:
-        """Why ranks cannot split blocks, whatever their sizes; None: they can."""
+        """The reason why ranks cannot split blocks, whatever their sizes; None: they can."""
         return self._plan.problem
 
     @property
@@ -83,7 +84,7 @@ class AsStock(Family):
         return stock_plan(self.stock, self.facts.model_type)
 
     def problem(self, model: Model) -> str | None:
-        """Return why a described model cannot be trained; None: it can."""
+        """Return the reason why a described model cannot be trained; None if it can."""
         try:
             config = self.stock_model(model).config.get_text_config(decoder=True)
             if getattr(config, "is_decoder", True) is False:
@@ -127,7 +128,7 @@ class AsStock(Family):
     # The stock model and its layers.
 
     def configured(self, config: Mapping[str, Any]) -> Any:
-        """The transformers configuration of a config.json."""
+        """Return the transformers configuration of a config.json."""
         return configured(self.stock, {**config, "model_type": self.facts.model_type}, self.plain_kernel)
 
     def configuration(self, model: Model) -> Any:
@@ -135,13 +136,13 @@ class AsStock(Family):
         return self.configured(model.config)
 
     def dropout(self, config: Any) -> float:
-        """The highest rate at which something is dropped or shaken at random."""
+        """Return the highest rate of dropout or random jitter."""
         rates = config.get_text_config(decoder=True).to_dict().items()
         drawn = [value for key, value in rates if ("drop" in key or "jitter" in key) and isinstance(value, float)]
         return max(drawn, default=0.0)
 
     def stock_model(self, model: Model, attention: str | None = None) -> Any:
-        """The whole stock model, without weights, but with the constants that its modules hold."""
+        """Return the whole stock model, without weights, but with the constants that its modules hold."""
         return self._skeleton(model, attention).whole.model
 
     def _skeleton(self, model: Model, attention: str | None = None) -> "_Skeleton":
@@ -158,7 +159,7 @@ class AsStock(Family):
         return block
 
     def _number(self, model: Model, layer: str, whole: Whole) -> int:
-        """The stock block of a layer: of a model that was cut to fewer layers, the first of its type."""
+        """Return the index of a layer's stock block; in a model cut to fewer layers, the first block of its type."""
         number = int(layer.removeprefix("layers[").removesuffix("]"))
         if len(model.layers) == len(whole.blocks):
             return number
@@ -166,7 +167,7 @@ class AsStock(Family):
         return whole.kinds.index(kind) if kind in whole.kinds else 0
 
     def build(self, model: Model, layer: str, attention: str | None = None) -> nn.Module:
-        """The stock modules of a layer, on the meta device but for constants."""
+        """Return the stock modules of a layer, on the meta device except for constants."""
         return self._layer(model, layer, attention)
 
     def parts_of(self, kind: str, strategy: Strategy) -> Parts | None:
@@ -174,11 +175,11 @@ class AsStock(Family):
         return None if kind in (EMBEDDING, HEAD) else Parts("", attention=(), mlp=())
 
     def after_split(self, block: nn.Module, config: Any, tensor_parallel: Any) -> None:
-        """Let the modules of a block compute with their shares, as the plan of the class says."""
+        """Make the modules of a block compute with their shards, as the tensor-parallel plan of the class says."""
         self._plan.divide(block, tensor_parallel)
 
     def keeps_last_sum(self, kind: str, config: Any, compute: str) -> bool:
-        """Return True: whether a block saves values after its last product is not known."""
+        """Return True: whether a block saves values after its last matrix product is not known."""
         return True
 
     # Names.
@@ -190,15 +191,15 @@ class AsStock(Family):
         return f"{flow_of(model).path}.{layer.removeprefix('layers[').removesuffix(']')}.{parameter}"
 
     def hugging_face_name(self, model: Model, layer: str, parameter: str) -> str:
-        """A parameter's name in the stock model: blocks share none."""
+        """Return a parameter's name in the stock model: blocks share no parameters."""
         return self.full_name(model, layer, parameter)
 
     def described_name(self, kind: str, parameter: str) -> str:
-        """The description has the names of the stock model."""
+        """Return the name unchanged: the description has the names of the stock model."""
         return parameter
 
     def _stock_name(self, model: Model, layer: str, parameter: str) -> str:
-        """A parameter's name in the stock model of the configuration, which may have more layers."""
+        """Return a parameter's name in the configuration's stock model, which may have more layers."""
         if layer in (EMBEDDING, HEAD):
             return parameter
         whole = self._skeleton(model).whole
@@ -207,7 +208,7 @@ class AsStock(Family):
     # Weights.
 
     def fillings(self, model: Model, layer: str) -> Mapping[str, tuple[Filling, ...]]:
-        """Return how transformers fills a layer: element by element, or a whole parameter with computed values."""
+        """Return how transformers fills a layer's parameters: from distributions, or with values computed in full."""
         module = self._stock_layer(model, layer)
         constants = {name: p.detach().clone() for name, p in module.named_parameters() if not p.is_meta}
         try:
@@ -236,7 +237,7 @@ class AsStock(Family):
         return {name: (Filling(Given(x)),) for name, x in values.items()}
 
     def _construct_and_initialize(self, model: Model, layer: str, module: nn.Module) -> None:
-        """Fill the parameters of a layer by their constructors, and then by transformers' initialization."""
+        """Fill the parameters of a layer as their constructors do, and then by transformers' initialization."""
         skeleton = self._skeleton(model)
         with torch.no_grad():
             for name, parameter in module.named_parameters():
@@ -284,7 +285,7 @@ class AsStock(Family):
 @cache
 def as_stock(kind: str) -> AsStock:
     """Return the runtime of a model type of transformers."""
-    # Of defaults of classes, which a configuration replaces, transformers warns in many lines.
+    # transformers prints many warnings about defaults of classes, which a configuration replaces.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     stock = stock_class(kind)
     others = tuple(each for each in Attention if each.value not in ("auto", "eager", plain_kernel(stock)))
@@ -317,14 +318,14 @@ class _Skeleton(NamedTuple):
 
     whole: Whole
     constructed: Mapping[str, Tensor]
-    """Values with which small parameters are made, NaN where their memory was not filled."""
+    """Values with which small parameters are made; NaN for elements that were not filled."""
     fills: Mapping[str, Callable[[Tensor], object]]
     """How constructors fill parameters that they have made, by `torch.nn.init`."""
 
 
 @lru_cache(maxsize=4)
 def _skeleton(family: AsStock, config: bytes, kind: str, kernel: str, dtype: torch.dtype) -> _Skeleton:
-    # Grouped products take no float64.
+    # Grouped matrix products do not support float64.
     experts = "eager" if dtype is torch.float64 else "grouped_mm"
     parsed = configured(family.stock, {**msgspec.json.decode(config), "model_type": kind}, kernel, experts)
     values, fills = dict[int, Tensor](), dict[int, _Fill]()
@@ -359,7 +360,7 @@ class _Fill(NamedTuple):
 
 @contextmanager
 def _parameters_on_meta(values: dict[int, Tensor]) -> Iterator[None]:
-    """Move parameters of modules built in the block to the meta device; keep values of small ones, by id."""
+    """Move parameters of modules built inside to the meta device; store the values of small ones in `values`, by id."""
 
     def moved(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
@@ -379,13 +380,13 @@ def _parameters_on_meta(values: dict[int, Tensor]) -> Iterator[None]:
 
 
 class _Allocations(TorchDispatchMode):
-    """A mode that leaves tensors of the size of large parameters unallocated, such as the matrices of all experts.
+    """A mode that does not allocate tensors as large as the matrices of all experts.
 
-    Memory that is not filled is NaN: what was there before would pass for values.
+    Memory that is not filled is set to NaN: old contents would look like values.
     """
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call an operator, on the meta device if it would allocate that much."""
+        """Call an operator, on the meta device if it would allocate so large a tensor."""
         kwargs = kwargs or {}
         if operator.name().startswith("aten::empty.") and prod(args[0]) > _HUGE:
             kwargs = {**kwargs, "device": "meta"}
@@ -422,11 +423,11 @@ def _fills_noted(fills: dict[int, _Fill]) -> Iterator[None]:
             setattr(nn.init, name, fill)
 
 
-# Stand-ins, by which a stock forward pass runs with some of its modules.
+# Stand-ins, with which a stock forward pass runs only some of its modules.
 
 
 class _Left(BaseException):
-    """Leaves a stock forward pass early; a BaseException, so that no `except Exception` stops it."""
+    """Raised to leave a stock forward pass early; a BaseException, so that no `except Exception` catches it."""
 
     def __init__(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         super().__init__()
@@ -444,7 +445,7 @@ class _Now:
 class _StandIn(nn.Module):
     """A stand-in for a module: it has the module's attributes, and computes something else.
 
-    If the other one has a matrix, of which stock forward passes read the format, it has one of a single number.
+    With a `dtype` it has a weight of a single number, because stock forward passes read the format of weights.
     """
 
     def __init__(self, other: nn.Module, compute: Callable[..., Any], dtype: torch.dtype | None = None) -> None:
@@ -493,7 +494,7 @@ def _leave(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _outputs(flow: Flow, states: Tensor, now: _Now) -> Any:
-    """Return a block's outputs, in the stock model's form, with these hidden states."""
+    """Return a block's outputs in the stock model's form, with these hidden states and otherwise zeros."""
     if flow.outputs is None:
         return states
     further = (None if shape is None else shape.zeros(now.samples, now.dtype, now.device) for shape in flow.outputs)
@@ -550,7 +551,7 @@ def _head(whole: Whole, flow: Flow) -> nn.Module:
         now.samples, now.dtype, now.device = len(states[0]), states[0].dtype, states[0].device
         given[:] = [flow.given(states[0])]
         logits = stock(**calling(stock, batch["tokens"])).logits
-        # The gradient takes the place of the logits, which what the stock model does to them may have kept.
+        # The gradient overwrites the logits, which operations of the stock model on them may have saved.
         return loss_of_logits(logits.clone(), batch["labels"], logits.shape[-1], model.tensor_parallel)
 
     model.forward = loss
@@ -577,12 +578,12 @@ class Arguments:
             return compute
 
         behind = {path: _StandIn(whole.model.get_submodule(path), _absent(path)) for path in flow.head}
-        # In evaluation: a pass that drops something of no states would draw the numbers that a block is to draw.
+        # In evaluation mode: dropout in this pass would use random numbers that a block should draw.
         self._model = _stands_in(whole, behind | _zeros_of(whole, flow, self._now, dtype), block).to(device).eval()
 
     def of(self, number: int, tokens: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a block for tokens [samples, positions], with zeros in the place of hidden states."""
-        # Fake tensors of one simulation are none of another.
+        """Return the arguments of a block for tokens [samples, positions], with zeros in place of hidden states."""
+        # Fake tensors of one simulation cannot be used in another one.
         key = (len(tokens), tokens.fake_mode if isinstance(tokens, FakeTensor) else None)
         if self._kept[0] != key or self.flow.by_tokens:
             self._kept = key, self._made(tokens)

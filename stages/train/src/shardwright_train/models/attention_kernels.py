@@ -31,12 +31,13 @@ _ONLY = {
     Attention.SDPA_EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
     Attention.SDPA_CUDNN: SDPBackend.CUDNN_ATTENTION,
 }
-"""Kernels of scaled_dot_product_attention by what a plan calls them."""
+"""Kernels of scaled_dot_product_attention by their names in plans."""
 _FASTEST_LAST = (Attention.EAGER, Attention.SDPA, _FLASH)
 _OTHERS = "use auto, sdpa or eager"
 _SHORT = ("bfloat16", "float16")
 _TRIED, _ALIGNMENT = 1024, 8
-"""The positions that kernels are tried with, if samples have more: as far from a multiple of 8 as the samples'."""
+"""Number of positions with which kernels are tried if samples have more, plus the remainder of the samples' number of
+positions modulo the second value."""
 _CAPABILITY = (8, 0)
 """Lowest compute capability for flash-attn 2: Ampere."""
 
@@ -51,7 +52,7 @@ def check_kernels(plan: Plan, family: Family, device: torch.device, file: object
 
 
 def _problems(plan: Plan, family: Family, device: torch.device, by_document: bool) -> Iterator[tuple[str, str]]:
-    """Yield the kernels that cannot be used, and what to do."""
+    """Yield, for each kernel that cannot be used, the problem and the remedy."""
     asked = plan.attention
     if by_document and any(kind.alibi_heads for kind in plan.model.types.values()):
         problem = f"{plan.model.family} models with ALiBi need a mask for each head, unlike --reset-attention-mask"
@@ -73,8 +74,8 @@ def _problems(plan: Plan, family: Family, device: torch.device, by_document: boo
 def settle_attention(plans: Sequence[Plan], world: World, *, by_document: bool = False) -> tuple[str, ...]:
     """Return the attention kernel of each plan, the same on all ranks; rank 0 prints it in one line.
 
-    `auto` is one kernel for all plans: the fastest that every rank can run for each of them, if positions attend to
-    their own document alone if it is to be `by_document`.
+    `auto` is one kernel for all plans: the fastest that every rank can run for each of them, if `by_document` even with
+    positions that attend only to their own document.
     """
     undecided = [plan for plan in plans if plan.attention is Attention.AUTO]
     can = partial(_can, device=world.device, by_document=by_document)
@@ -93,7 +94,7 @@ def settle_attention(plans: Sequence[Plan], world: World, *, by_document: bool =
 
 
 def _by(plan: Plan, kernel: Attention, world: World, by_document: bool) -> str:
-    """The name of the kernel that scaled_dot_product_attention uses on a GPU; on CPU there is only one."""
+    """Return " by " and the kernel of scaled_dot_product_attention on a GPU; empty on CPU, which has only one."""
     ran = kernels_run(plan, kernel, world.device, by_document=by_document) if on_accelerator(world.device) else ""
     return f" by {ran}" if ran else ""
 
@@ -101,7 +102,7 @@ def _by(plan: Plan, kernel: Attention, world: World, by_document: bool) -> str:
 def kernels_run(plan: Plan, kernel: Attention, device: torch.device, *, by_document: bool = False) -> str:
     """Return the names of the kernels that scaled_dot_product_attention uses for a plan; empty for other attention.
 
-    Attention across ranks has its own name after them.
+    If positions attend across ranks on a GPU, the kernel for that follows.
     """
     if kernel is not _MATH and kernel not in FUSED_SDPA:
         return ""
@@ -116,7 +117,7 @@ def kernels_run(plan: Plan, kernel: Attention, device: torch.device, *, by_docum
 
 
 def _backends(kernel: str, device: torch.device) -> tuple[SDPBackend, ...]:
-    """The kernels that scaled_dot_product_attention may choose: on a GPU none that keeps scores unless requested."""
+    """Return the kernels that scaled_dot_product_attention may use: the requested one; else on a GPU the fused ones."""
     only = {name.value: backend for name, backend in _ONLY.items()}.get(kernel)
     if only is not None:
         return (only,)
@@ -126,7 +127,7 @@ def _backends(kernel: str, device: torch.device) -> tuple[SDPBackend, ...]:
 def use_kernels(precision: Precision, attention: str, device: torch.device) -> None:
     """Configure matrix products, convolutions and attention of this process for a plan, until the next plan.
 
-    A GPU's scaled_dot_product_attention falls back to plain arithmetic in silence otherwise.
+    Otherwise scaled_dot_product_attention on a GPU would silently fall back to a kernel that keeps all scores.
     """
     torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = precision.tf32
@@ -167,7 +168,7 @@ def _fused_lack(plan: Plan, family: Family, device: torch.device, by_document: b
 
 
 def _refusal(plan: Plan, family: Family, device: torch.device, by_document: bool = False) -> str | None:
-    """Why no fused kernel supports one group of heads of some attention of a plan, or None."""
+    """Return why no fused kernel supports one group of heads of some attention of a plan, or None."""
     only = _ONLY.get(plan.attention)
     backends = list(_FUSED) if only is None else [only]
     for trial in _trials(plan, family, device, by_document):
@@ -188,7 +189,7 @@ class _Trial(NamedTuple):
 def _trials(plan: Plan, family: Family, device: torch.device, by_document: bool) -> Iterator[_Trial]:
     """Yield a kernel's trial inputs for each attention of a plan: one group of heads, and few positions.
 
-    Without a mask transformers hands the heads of a group that share their keys over as they are (`enable_gqa`).
+    Without a mask transformers passes on query heads that share a key head without repeating it (`enable_gqa`).
     """
     dtype, config = getattr(torch, plan.precision.compute), family.configuration(plan.model)
     make, sinks = partial(torch.zeros, dtype=dtype, device=device), family.facts.attention.sinks
@@ -218,7 +219,7 @@ def _trials(plan: Plan, family: Family, device: torch.device, by_document: bool)
 def _attentions(model: Model, family: Family) -> Iterator[tuple[Heads, int, Mask]]:
     """Yield the heads of each attention, the number of positions, and the mask.
 
-    The positions are of a sample or an image, or of a window of an image.
+    Positions are counted in a sample, in an image, or in a window of an image.
     """
     config = family.facts.configured(model.config)
     for name, kind in model.types.items():

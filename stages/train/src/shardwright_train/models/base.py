@@ -45,7 +45,7 @@ class Family:
     head: tuple[str, ...]
     """Modules of the head, the matrix that gives logits last."""
     plan: Mapping[str, str | Rule] = {}
-    """Sharding rules by the ends of paths, in the words of transformers' plans; for models without such a plan."""
+    """Sharding rules by the ends of paths, in the words of transformers' plans; they add to that plan or replace it."""
     parts: Mapping[str, Parts]
     """Parts of each type of block."""
     counted_per_rank: tuple[str, ...] = ()
@@ -55,11 +55,11 @@ class Family:
     normed_behind: tuple[str, ...] = ()
     """Types of block whose last one is followed by a norm of the stack."""
     kernel_names: Mapping[str, str] = {}
-    """Names under which the stock model finds the functions of attention kernels, if they are not the kernels'."""
+    """Names under which the stock model finds attention functions, by kernel; if absent, it is the kernel's name."""
     rotary: str | None = None
     """Path of the module that makes rotary cosines and sines."""
     objective: type[Text | Classification] = Causal
-    """The objective if a run cannot choose one; it also defines the inputs and labels."""
+    """The objective, for families that do not let a run choose one; it also defines the inputs and labels."""
     objectives: Mapping[str, type[Text]] = {}
     """Objectives that a run may choose, with the same inputs and labels; the first is the default."""
     tokens: tuple[str, ...] = ("tokens",)
@@ -79,25 +79,25 @@ class Family:
         return tuple(pieces.through(self.embedding[1:], self.scaled(pieces.config, each)) for each in rows)
 
     def scaled(self, config: Any, rows: Tensor) -> Tensor:
-        """Return what the embedding makes of rows of its table, before further modules."""
+        """Return rows of the embedding's table as the embedding scales them, before further modules."""
         return rows
 
     def normed(self, pieces: Pieces, states: States) -> Tensor:
-        """The input of the head's matrix at this rank's positions."""
+        """Return the input of the head's matrix at this rank's positions."""
         return pieces.through(self.head[:-1], states[-1])
 
     def logits(self, pieces: Pieces, inputs: Tensor) -> Tensor:
-        """The logits of this rank's share of the classes."""
+        """Return the logits of this rank's share of the classes."""
         logits: Tensor = pieces.get_submodule(self.head[-1])(inputs)
         return logits
 
     def block(self, stock: Any, kind: str, index: int) -> nn.Module:
-        """The block of a type with number `index` in its list of blocks."""
+        """Return a copy of the block of a type with the given index in its list of blocks."""
         block: nn.Module = copy.deepcopy(stock.get_submodule(self.parts[kind].place(index)))
         return block
 
     def parts_of(self, kind: str, strategy: Strategy) -> Parts | None:
-        """The parts of a type of block under a strategy; None for embedding and head."""
+        """Return the parts of a type of block under a strategy; None for embedding and head."""
         return self.parts.get(kind)
 
     def units(self, kind: str, strategy: Strategy) -> Mapping[str, Strategy]:
@@ -118,12 +118,12 @@ class Family:
         return (block(states[0], attention_mask=mask, **arguments),)
 
     def angles(self, rotary: nn.Module, kind: str, example: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """Cosines and sines [1, s, features], or complex numbers, for a type of block at positions [1, s]."""
+        """Return cosines and sines [1, s, features], or complex numbers, for a type of block at positions [1, s]."""
         angles: Any = rotary(example, positions)
         return angles if isinstance(angles, tuple) else (angles,)
 
     def rotation(self, angles: tuple[Tensor, ...]) -> Any:
-        """Return the angles in the form that blocks take: a pair of cosines and sines, or complex numbers."""
+        """Return the angles in the form that blocks expect: a pair of cosines and sines, or complex numbers."""
         return angles if len(angles) > 1 else angles[0]
 
     def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
@@ -134,31 +134,31 @@ class Family:
                     setattr(module, name, getattr(module, name) // tensor_parallel.size)
 
     def keeps_last_sum(self, kind: str, config: Any, compute: str) -> bool:
-        """Return whether backward needs a value after the last sum of a block type, for a compute format."""
+        """Return whether a block type's backward pass needs a value after the last sum, in a compute format."""
         facts = self.facts.of_type(kind, vars(config))
         return kind in self.normed_behind or "full" in facts.replays_sum(vars(config))
 
     def configured(self, config: Mapping[str, Any]) -> Any:
-        """The transformers configuration of a config.json."""
+        """Return the transformers configuration of a config.json."""
         return parse(self.stock.config_class, config, self.facts)
 
     def may_lack(self, model: Model, name: str) -> bool:
-        """Return whether files may contain a tensor of a block that a model leaves out as unused."""
+        """Return whether the tensor `name` of a file belongs to a part of the model that is not used here."""
         return False
 
     # What is the same for all families.
 
     def dropout(self, config: Any) -> float:
-        """The highest dropout rate of a configuration."""
+        """Return the highest dropout rate of a configuration."""
         return max((getattr(config, key) or 0.0 for key in self.facts.dropouts.keys), default=0.0)
 
     @property
     def plain_kernel(self) -> str:
-        """The fastest kernel that needs no further package."""
+        """The fastest attention kernel that needs no further package."""
         return (Attention.SDPA if Attention.SDPA in self.facts.kernels else Attention.EAGER).value
 
     def kernel_name(self, kernel: str) -> str:
-        """The name under which the stock model finds the function of an attention kernel."""
+        """Return the name under which the stock model finds the function of an attention kernel."""
         return self.kernel_names.get(kernel, kernel)
 
     def learns(self, model: Model) -> Text | Classification:
@@ -184,7 +184,7 @@ class Family:
             ) from None
 
     def configuration(self, model: Model) -> Any:
-        """The transformers configuration of a described model, number of layers included."""
+        """Return the transformers configuration of a described model, with the described number of layers."""
         return self.configured(model.config | self.facts.counted(model.layers, model.config))
 
     def constants(
@@ -210,7 +210,7 @@ class Family:
         return {"kernel": kernel, "window": window, "places": places, "mask": mask, **angles}
 
     def rotated(self, model: Model, kind: str, places: Places, example: Tensor) -> dict[str, Any]:
-        """Return the arguments of a type of block that rotate queries and keys, at this rank's positions and at all."""
+        """Return the rotary arguments of a type of block, at this rank's positions and at all positions."""
         of_kind = self.facts.of_type(base_type(kind), self.facts.configured(model.config))
         if self.rotary is None or of_kind.attention.positions != "rope" or base_type(kind) in self.facts.merging:
             return {"arguments": {}}
@@ -227,8 +227,8 @@ class Family:
     def skeleton(self, config: Any) -> Any:
         """Return the stock model of a transformers configuration on the meta device.
 
-        In place of each matrix of the facts' `stacked` that the stock model has stand those whose rows it holds, as the
-        facts list them. Raises ValueError if transformers cannot build it.
+        Each stacked matrix that the facts list as `stacked` is replaced by the separate matrices whose rows it holds.
+        Raises ValueError if transformers cannot build the model.
         """
         stock = skeleton(self.stock, config)
         if self.facts.stock.stacked:
@@ -249,9 +249,9 @@ class Family:
         return name, 0
 
     def build(self, model: Model, layer: str, attention: str | None = None) -> nn.Module:
-        """Return the stock modules of a layer (`embedding`, `layers[i]`, `head`) on the default device, unweighted.
+        """Return the stock modules of a layer (`embedding`, `layers[i]`, `head`) on the default device, uninitialized.
 
-        Their attention is that of a kernel, if they are to compute it.
+        `attention`: the kernel that they use, if they compute attention.
         """
         module = self._layer(model, layer, attention)
         device = torch.get_default_device()
@@ -263,18 +263,18 @@ class Family:
             module.apply(self.stock_model(model)._init_weights)
 
     def fillings(self, model: Model, layer: str) -> Mapping[str, tuple[Filling, ...]]:
-        """How transformers fills the parameters of a layer, by their names in its module."""
+        """Return how transformers fills the parameters of a layer, by their names in its module."""
         module = self._stock_layer(model, layer)
         drawn = stock_fillings(module, lambda: self.initialize(model, module))
         return {**drawn, **low_rank_fillings(with_low_rank(module, model, layer), model)}
 
     def stock_model(self, model: Model, attention: str | None = None) -> Any:
-        """The whole stock model of a description, without weights."""
+        """Return the whole stock model of a description, without weights."""
         config, kernel = msgspec.json.encode(model.config), attention or self.plain_kernel
         return _cached_skeleton(self, config, model.layers, kernel, torch.get_default_dtype())
 
     def parameter_names(self, model: Model, layer: str) -> tuple[str, ...]:
-        """The names of a layer's parameters in its module."""
+        """Return the names of a layer's parameters in its module."""
         return tuple(name for name, _ in self._layer(model, layer).named_parameters())
 
     def _layer(self, model: Model, layer: str, attention: str | None = None) -> nn.Module:
@@ -296,7 +296,7 @@ class Family:
         return {path: word if isinstance(word, Rule) else WORDS[word] for path, word in words.items()}
 
     def full_name(self, model: Model, layer: str, parameter: str) -> str:
-        """A parameter's full name, such as `model.layers.3.mlp.up_proj.weight`."""
+        """Return a parameter's full name, such as `model.layers.3.mlp.up_proj.weight`."""
         kind, index = self._place(model, layer)
         described = self.described_name(kind, parameter)
         return f"{self.parts[kind].place(index)}.{described}" if kind in self.parts else described
@@ -311,9 +311,9 @@ class Family:
         return name if shared is None else shared.format(kind=kind)
 
     def copies(self, model: Model) -> dict[str, str]:
-        """Return the copies that blocks have of parameters of embedding and head, by their full names.
+        """Return the parameters of embedding and head that blocks have copies of, by the copies' full names.
 
-        Files have one of the head's matrix, too, which runs have not.
+        Files also have a copy of the head's matrix, which does not exist in runs.
         """
         found = dict[str, str]()
         for number, kind in enumerate(model.layers):
@@ -324,17 +324,17 @@ class Family:
         return found
 
     def index(self, layers: Sequence[str], number: int) -> int:
-        """The number of a block in its list of the stock model, which may have several types."""
+        """Return the index of a block in its list of the stock model, which may contain several types."""
         path, *before = (self.parts[base_type(kind)].path for kind in (layers[number], *layers[:number]))
         return before.count(path)
 
     def owner_name(self, model: Model, layer: str, parameter: str) -> str:
-        """The Hugging Face name, in which tied matrices of the head have the names of the embedding's."""
+        """Return the Hugging Face name of a parameter, or of the parameter to which it is tied."""
         name = self.hugging_face_name(model, layer, parameter)
         return {tied: owner for owner, tied in model.tied}.get(name, name)
 
     def stock_names(self, model: Model) -> tuple[str, ...]:
-        """The names of all parameters of the stock model, without buffers."""
+        """Return the names of all parameters of the stock model, without buffers and tied copies."""
         blocks = ((f"layers[{i}]", kind) for i, kind in enumerate(model.layers))
         layers = ((EMBEDDING, EMBEDDING), *blocks, (HEAD, HEAD))
         parameters = ((name, p) for name, kind in layers for p in model.types[kind].parameters if not p.is_buffer)
@@ -351,7 +351,7 @@ class Family:
         return {tied: name for tied, name in pairs if not _within(name, self.embedding) and _within(tied, self.head)}
 
     def _place(self, model: Model, layer: str) -> tuple[str, int]:
-        """The family's type of a layer, and its number in its list of blocks."""
+        """Return the family's type of a layer, and its index in its list of blocks."""
         if layer in (EMBEDDING, HEAD):
             return layer, 0
         number = int(layer[len("layers[") : -1])
@@ -364,7 +364,7 @@ class Family:
         return Pieces(stock, self.head, self._loss) if kind == HEAD else self.block(stock, kind, index)
 
     def _loss(self, pieces: Pieces, states: States, batch: Batch) -> Tensor:
-        """The summed cross entropy of the head's own labels, and of depths with further ones [1 + depths]."""
+        """Return the summed cross entropy []; with labels of further tokens, also of each depth [1 + depths]."""
         if FURTHER_LABELS not in batch:
             return self._cross_entropy(pieces, self.normed(pieces, states), batch["labels"])
         further = zip(states[1:], batch[FURTHER_LABELS].unbind(-1), strict=True)
@@ -372,10 +372,10 @@ class Family:
         return torch.stack([self._cross_entropy(pieces, *pair) for pair in pairs])
 
     def _cross_entropy(self, pieces: Pieces, normed: Tensor, given: Tensor) -> Tensor:
-        """The sum of cross entropy over the group's samples; under Ulysses, over this rank's positions."""
+        """Return the sum of cross entropy over the group's samples; under Ulysses, over this rank's positions."""
         matrix: Any = pieces.get_submodule(self.head[-1])
         labels = given.shape[1]
-        # A class is predicted from the first position, which ranks that split the sequence have only once it is whole.
+        # A class is predicted from the first position: ranks that split the sequence must first gather it.
         if not pieces.tensor_parallel.splits_sequence:
             normed = normed[:, :labels]
         with pieces.tensor_parallel.entered(normed) as (inputs,):
@@ -403,7 +403,7 @@ def _cached_skeleton(
 
 
 def depth_of(model: Model, layer: str) -> int:
-    """Return the depth of a layer of a model, by its name, that predicts further tokens; 0: it is another one."""
+    """Return the depth of a layer, by its name, if it predicts further tokens; 0 for all other layers."""
     return 0 if layer in (EMBEDDING, HEAD) else mtp_depth(model.layers[int(layer[len("layers[") : -1])])
 
 
@@ -411,11 +411,11 @@ def _within(parameter: str, paths: tuple[str, ...]) -> bool:
     return any(parameter.startswith(f"{path}.") for path in paths)
 
 
-# Families by name: only the one asked for is imported, here and from transformers.
+# Families by name: only the requested one is imported, here and from transformers.
 
 
 def family_of(model: Model, file: object) -> Family:
-    """The family of a described model; raises BadInput as `family_named` does."""
+    """Return the family of a described model; raise BadInput if it is not trained, or if there is none."""
     if model.is_traced:
         check_trained(model.family, file)
         made: Family = resolve_name(f"{__package__}.as_stock:as_stock")(model.family)
@@ -424,7 +424,7 @@ def family_of(model: Model, file: object) -> Family:
 
 
 def family_named(name: str, file: object) -> Family:
-    """The family with a name that is in `file`; raises BadInput if there is none, or if it is not trained."""
+    """Return the family with a name; raise BadInput about `file` if there is none, or if it is not trained."""
     if name not in FAMILIES:
         raise unknown_type({"model_type": name}, file)
     check_trained(name, file)
@@ -443,7 +443,7 @@ def _family(name: str) -> Family:
 
 
 def describe(family: Family, config: dict[str, Any], name: str, sequence_length: int | None) -> Model:
-    """Describe the model of a config.json for samples of a length in tokens; None: the default length.
+    """Describe the model of a config.json for samples of `sequence_length` tokens; None: the default length.
 
     Raises ValueError saying what in the configuration cannot be trained.
     """
@@ -484,7 +484,7 @@ def _parameters(family: Family, layer: str, module: nn.Module) -> tuple[Paramete
 
 
 def _products(module: nn.Module, facts: Facts) -> int:
-    """Return the number of elements of the matrices, without a router's, which is counted with its experts."""
+    """Return the number of elements of a module's matrices, except for the router, which counts with its experts."""
     router = None if facts.experts is None else facts.experts.router
     bare = sum(p.numel() for name, p in module.named_parameters() if name in facts.stock.matrices)
     parts = (part for name, part in module.named_modules() if name != router)

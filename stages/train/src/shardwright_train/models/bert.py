@@ -1,6 +1,6 @@
 """Masked language models: BERT (Devlin et al. 2019), RoBERTa (Liu et al. 2019) and ModernBERT (Warner et al. 2024).
 
-And GPT-2, which adds a learned vector of each position, too.
+Also GPT-2, which, like BERT, adds a learned vector for each position.
 """
 
 import copy
@@ -24,7 +24,7 @@ _EMBEDDINGS = ("word_embeddings", "position_embeddings", "token_type_embeddings"
 
 
 class Bert(Family):
-    """The BERT family: column-parallel q, k, v, intermediate; row-parallel outputs; norms, head's dense replicated."""
+    """The BERT family: q, k, v, intermediate column-parallel; outputs row-parallel; norms, head's dense replicated."""
 
     embedding = tuple(f"bert.embeddings.{name}" for name in _EMBEDDINGS)
     head: tuple[str, ...] = ("cls.predictions.transform", "cls.predictions.decoder")
@@ -45,36 +45,36 @@ class Bert(Family):
     objective = Masked
 
     def embed(self, pieces: Pieces, batch: Batch) -> States:
-        """The sum of the vectors of token, type (always 0) and position, normed."""
+        """Return the normed sum of the embeddings of token, type (always 0) and position."""
         stock: Any = pieces.get_submodule(self.embedding[0].rpartition(".")[0])
         positions = self.numbers(pieces, batch)
         summed = token_embedding(stock.word_embeddings, batch["tokens"], pieces.tensor_parallel)
-        # In stock's order, which shows in 16 bits.
+        # In the stock model's order, because the order changes the result in 16 bits.
         summed = summed + stock.token_type_embeddings(torch.zeros_like(positions))
         summed = summed + stock.position_embeddings(positions)
         return (stock.dropout(stock.LayerNorm(summed)),)
 
     def numbers(self, pieces: Pieces, batch: Batch) -> Tensor:
-        """The rows of the table of positions of this rank's tokens."""
+        """Return the rows of the position table for this rank's tokens."""
         return positions_of(batch["tokens"], pieces.tensor_parallel, batch.get(POSITIONS))
 
 
 class Roberta(Bert):
-    """BERT with position numbers that count only tokens other than padding, from the row after padding's."""
+    """BERT with position numbers that count only tokens other than padding, from pad_token_id + 1."""
 
     embedding = tuple(path.replace("bert.", "roberta.", 1) for path in Bert.embedding)
     head = ("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder")
     parts = {kind: parts._replace(path=f"roberta.{parts.path.partition('.')[2]}") for kind, parts in Bert.parts.items()}
 
     def configured(self, config: Mapping[str, Any]) -> Any:
-        """The configuration; raises ValueError without a padding token, after whose row positions begin."""
+        """Return the configuration; raise ValueError if there is no padding token, after whose row positions begin."""
         configured = super().configured(config)
         if configured.pad_token_id is None:
             raise ValueError("pad_token_id null cannot be trained: positions begin after it")
         return configured
 
     def numbers(self, pieces: Pieces, batch: Batch) -> Tensor:
-        """The rows of the table of positions of this rank's tokens; each document of a sample restarts."""
+        """Return the rows of the position table for this rank's tokens; they restart with each document of a sample."""
         padding, held = pieces.config.pad_token_id, pieces.tensor_parallel.positions(batch["tokens"].shape[1])
         real = (batch["tokens"] != padding).long()
         counted = real.cumsum(1)
@@ -113,7 +113,7 @@ class ModernBert(Family):
         return (stock(inputs_embeds=token_embedding(stock.tok_embeddings, batch["tokens"], pieces.tensor_parallel)),)
 
     def block(self, stock: Any, kind: str, index: int) -> nn.Module:
-        """Return the block of a type, wherever it is in a model; only the first type does not norm its input."""
+        """Return the block of a type, wherever it is in a model; only the type FIRST does not norm its input."""
         block: Any = super().block(stock, kind, index)
         if kind == FIRST:
             block.attn_norm = nn.Identity()
@@ -122,7 +122,7 @@ class ModernBert(Family):
         return block  # type: ignore[no-any-return]
 
     def angles(self, rotary: nn.Module, kind: str, example: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """Return the rotary angles for a type of block; types with a window have another base."""
+        """Return the rotary angles for a type of block; blocks with a window have another base."""
         angles: tuple[Tensor, ...] = rotary(example, positions, SLIDING if kind == SLIDING else FULL)
         return angles
 
@@ -146,13 +146,13 @@ class GPT2(Family):
     counted_per_rank = ("split_size",)
 
     def configured(self, config: Mapping[str, Any]) -> Any:
-        """The configuration; the default feed-forward width is four times the hidden states'."""
+        """Return the configuration; the default feed-forward width is four times the width of the hidden states."""
         configured = super().configured(config)
         configured.n_inner = configured.n_inner or 4 * configured.n_embd
         return configured
 
     def embed(self, pieces: Pieces, batch: Batch) -> States:
-        """The sum of a vector of the token and a learned one of the position."""
+        """Return the sum of the embedding of the token and a learned one of the position."""
         stock: Any = pieces.transformer
         tokens = token_embedding(stock.wte, batch["tokens"], pieces.tensor_parallel)
         positions = positions_of(batch["tokens"], pieces.tensor_parallel, batch.get(POSITIONS))

@@ -32,10 +32,10 @@ _ROPE_KEYS = frozenset(
     )
 )
 _PARTIAL = "partial_rotary_factor"
-"""The share of a head's features that is rotated, for classes whose default configuration has one."""
+"""Key of the fraction of a head's features that is rotated, for classes whose default configuration has one."""
 _MAX_LENGTH = 2**31 - 1
 MAX_BUILT_LAYERS = 4096
-"""The most layers of a stock model that is built, one after the other."""
+"""Largest number of layers of a stock model that is built."""
 
 _EVERYWHERE = {
     "chunk_size_feed_forward": Only(0, "recomputation is the plan's to choose"),
@@ -50,7 +50,7 @@ _EVERYWHERE = {
 
 
 def parse(config_class: Any, config: Mapping[str, Any], family: Family) -> Any:
-    """The transformers configuration of a config.json; raises ValueError for an unknown key."""
+    """Return the transformers configuration of a config.json; raise ValueError for an unknown key."""
     if unknown := sorted(set(config) - keys_of(config_class) - set(family.keys.ignored)):
         raise ValueError(f"unknown key {unknown[0]!r} for models of the family {family.model_type}")
     for key, value in config.items():
@@ -63,7 +63,7 @@ def parse(config_class: Any, config: Mapping[str, Any], family: Family) -> Any:
 
 @cache
 def keys_of(config_class: Any) -> frozenset[str]:
-    """The keys of a config.json that a class reads, or that have no meaning here."""
+    """Return the keys of a config.json that a configuration class reads, or that have no meaning here."""
     default = config_class()
     rotary = ("rope_theta", "rope_scaling") if hasattr(default, "rope_parameters") else ()
     partly = (_PARTIAL,) if _rotates_partly(config_class) else ()
@@ -71,7 +71,7 @@ def keys_of(config_class: Any) -> frozenset[str]:
 
 
 def _rotates_partly(config_class: Any) -> bool:
-    """Whether a configuration class has models that rotate only a configured share of the features."""
+    """Return whether models of a configuration class may rotate only a configured fraction of the features."""
     return _PARTIAL in (getattr(config_class(), "rope_parameters", None) or {})
 
 
@@ -79,7 +79,7 @@ def check_only(config: Mapping[str, Any], family: Family) -> None:
     """Raise ValueError naming the first key of a config.json whose value cannot be trained, and why."""
     for key, (value, reason) in {**_EVERYWHERE, **family.keys.only}.items():
         if key == "problem_type" and family.labels is None:
-            continue  # says how a head of classes was trained, which this model does not have
+            continue  # it says how a classification head was trained, which this model does not have
         if (given := config.get(key)) not in (value, None):
             raise ValueError(f"{key} {json.dumps(given)} cannot be trained: {reason}")
 

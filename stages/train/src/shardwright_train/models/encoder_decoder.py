@@ -49,8 +49,8 @@ class T5(Family):
     def block(self, stock: Any, kind: str, index: int) -> nn.Module:
         """Return a stock block with replicas of the parameters that the stock model has once in a stack.
 
-        They are the position bias of the first block and, in the encoder, the norm after the last, the only one that
-        applies it, inside the block: its parameters are whole nowhere else.
+        They are the position bias of the first block and, in the encoder, the norm after the last block. Only the last
+        block applies that norm, inside its forward pass, because its parameters are not gathered elsewhere.
         """
         stack: Any = stock.get_submodule(kind)
         block: nn.Module = copy.deepcopy(stack.block[0])
@@ -64,7 +64,7 @@ class T5(Family):
         return block
 
     def normed(self, pieces: Pieces, states: States) -> Tensor:
-        """The decoder's output, scaled if the stock model does."""
+        """Return the decoder's normed output, scaled if the stock model does so."""
         config = pieces.config
         return super().normed(pieces, states) * (config.d_model**-0.5 if config.scale_decoder_outputs else 1.0)
 
@@ -79,7 +79,7 @@ class T5(Family):
         return encoded, block(decoded, mask, encoder_hidden_states=encoded, encoder_decoder_position_bias=zero)
 
     def keeps_last_sum(self, kind: str, config: Any, compute: str) -> bool:
-        """Return whether backward needs a value after the last sum: float16 stock blocks end with a clamp."""
+        """Return whether the backward pass needs a value after the last sum: float16 stock blocks end with a clamp."""
         return compute == "float16" or super().keeps_last_sum(kind, config, compute)
 
     def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
@@ -126,14 +126,14 @@ class Whisper(Family):
         return configured
 
     def initialize(self, model: Model, module: nn.Module) -> None:
-        """Give a whole layer its initial weights, the encoder's positions their sines."""
+        """Fill a whole layer with its initial weights, the encoder's position table with sines."""
         super().initialize(model, module)
         for name, table in module.named_parameters():
             if name.startswith(_SINES) and not table.is_meta:
                 table.data.copy_(sinusoids(*table.shape))
 
     def fillings(self, model: Model, layer: str) -> Mapping[str, tuple[Filling, ...]]:
-        """How the parameters of a layer begin, the encoder's positions with their sines."""
+        """Return how a layer's parameters are filled, the encoder's position table with sines."""
         filled = super().fillings(model, layer)
         if layer != EMBEDDING:
             return filled
@@ -141,7 +141,7 @@ class Whisper(Family):
         return {**filled, f"{_SINES}.weight": (Filling(Given(sinusoids(rows, features))),)}
 
     def embed(self, pieces: Pieces, batch: Batch) -> States:
-        """The embeddings of the tokens, and of the spectrogram's frames, which every rank computes completely."""
+        """Return the embeddings of the spectrogram's frames, which every rank computes completely, and of tokens."""
         encoder: Any = pieces.get_submodule("model.encoder")
         decoder: Any = pieces.get_submodule("model.decoder")
         split, rate, sines = pieces.tensor_parallel, pieces.config.dropout, encoder.embed_positions.weight
@@ -152,7 +152,7 @@ class Whisper(Family):
         return tuple(dropout(states, rate, pieces.training) for states in (encoded, decoded))
 
     def block(self, stock: Any, kind: str, index: int) -> nn.Module:
-        """A stock block whose feed-forward is a part; an encoder's last norm is replicated."""
+        """Return a stock block whose feed-forward is a separate part; encoder blocks have replicas of the last norm."""
         stack: Any = stock.get_submodule(f"model.{kind}")
         block: Any = copy.deepcopy(stack.layers[index])
         if kind == "encoder":

@@ -1,7 +1,8 @@
 """Families with experts: Mixtral (Jiang et al. 2024), Qwen3-MoE (2025), DeepSeek-V2 and V3 (2024), Llama 4 (2025).
 
-A router chooses k of E experts for each position; the block's result is the sum of theirs, weighted by the router's
-probabilities. The balance loss, E sum_e f_e P_e (Fedus et al. 2021), is least if all experts are chosen equally often.
+A router chooses k of E experts for each position; the block's result is the sum of their results, weighted by the
+router's probabilities. The balance loss, E sum_e f_e P_e (Fedus et al. 2021), is smallest if all experts are chosen
+equally often.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -44,9 +45,9 @@ class Choice(NamedTuple):
 
 
 def chosen(x: Tensor, matrix: Tensor, top_k: int, normed: bool) -> Choice:
-    """The experts of the highest probabilities for positions x [positions, hidden].
+    """Return the experts with the highest probabilities for positions x [positions, hidden].
 
-    By a matrix [experts, hidden]. `normed`: whether weights are divided by their sum.
+    `matrix` [experts, hidden]: the router's matrix. `normed`: whether weights are divided by their sum.
     """
     logits = linear(x, matrix)
     probabilities = logits.softmax(-1, dtype=_wide_format(logits))
@@ -55,7 +56,7 @@ def chosen(x: Tensor, matrix: Tensor, top_k: int, normed: bool) -> Choice:
 
 
 def scored(x: Tensor, router: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Probabilities by a router with weight, bias and `top_k`, and scores and numbers of the best experts.
+    """Return the probabilities by a router with weight, bias and `top_k`, and scores and indices of the best experts.
 
     Probabilities [positions, experts] and scores [positions, top_k] are in float32 or wider.
     """
@@ -65,18 +66,18 @@ def scored(x: Tensor, router: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def wide_logits(x: Tensor, matrix: Tensor) -> Tensor:
-    """The scores [positions, experts] of a matrix, computed in float32 or wider."""
+    """Return the scores [positions, experts] by a router's matrix, computed in float32 or wider."""
     logits: Tensor = _Widened.apply(x, matrix)  # type: ignore[no-untyped-call]
     return logits
 
 
 def wide(x: Tensor) -> Tensor:
-    """A tensor in float32, or unchanged if its format is wider."""
+    """Return a tensor in float32, or unchanged if its format is wider."""
     return x.to(_wide_format(x))
 
 
 def in_best_groups(best: Tensor, number: int, scores: Tensor) -> Tensor:
-    """Which experts [positions, experts] are in the `number` groups with the best scores [positions, groups]."""
+    """Return which experts [positions, experts] are in the `number` groups with the best scores [positions, groups]."""
     index = best.topk(number, -1, sorted=False).indices
     chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(1, index, True)
     return chosen.repeat_interleave(scores.shape[-1] // best.shape[-1], -1)
@@ -119,12 +120,12 @@ class Sparse(Llama):
     part = "mlp"
     """Name of the feed-forward part of a block."""
     always: tuple[str, ...] = ()
-    """Path in a block of the experts that compute every position, if there are such."""
+    """Paths in a block of the shared experts, which compute every position, if there are any."""
     returns_scores: bool = False
     """Whether the stock feed-forward part also returns the router's scores, which blocks ignore."""
 
     def block(self, stock: Any, kind: str, index: int) -> nn.Module:
-        """A stock block; one with experts also returns the balance loss."""
+        """Return a stock block; a block with experts also returns the balance loss."""
         block = super().block(stock, kind, index)
         if self.facts.experts is not None and kind in self.facts.experts.types:
             part: Any = getattr(block, self.part)
@@ -146,16 +147,16 @@ class Sparse(Llama):
         return parts._replace(products=(*parts.attention, *self.always))
 
     def units(self, kind: str, strategy: Strategy) -> Mapping[str, Strategy]:
-        """Return the strategy of the experts if it differs from the layer's."""
+        """Return the strategy of the experts if it differs from the strategy of the layer."""
         grid = strategy.expert_grid if isinstance(strategy, LayerStrategy) else None
         return {} if grid is None else {f"{self.part}.experts": grid}
 
     def call(self, block: nn.Module, states: States, batch: Batch, constants: dict[str, Any]) -> States | WithLoss:
-        """Run a block; one with experts returns its balance loss, too."""
+        """Run a block; a block with experts returns its balance loss, too."""
         try:
             output: Any = super().call(block, states, batch, constants)[0]
         finally:
-            # A replay ends once it has what it needs, by an error: a loss that it noted would hold all that it kept.
+            # A replay ends with an error once it has what it needs: a loss that it noted would keep its tensors alive.
             if hasattr(part := block.get_submodule(self.part), "losses"):
                 part.losses = None  # type: ignore[assignment]
         if not isinstance(output, tuple):
@@ -164,7 +165,7 @@ class Sparse(Llama):
         return WithLoss((output[0],), noted.tensor, noted.counts)
 
     def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
-        """Give the experts their groups of ranks, and note whether their last product is only summed."""
+        """Give experts their groups of ranks, and mark shared experts' last matrix product as only needed for a sum."""
         super().after_split(block, config, tensor_parallel)
         summed = [f"{path}.down_proj" for path in self.always]
         for last in (module for name, module in block.named_modules() if name in summed):
@@ -172,7 +173,7 @@ class Sparse(Llama):
         block.get_submodule(self.part).tensor_parallel = tensor_parallel  # type: ignore[assignment]
 
     def choose(self, part: Any, x: Tensor) -> Choice:
-        """The choice of the router of a block's feed-forward part for positions x [positions, hidden]."""
+        """Return the router's choice in a block's feed-forward part for positions x [positions, hidden]."""
         return chosen(x, routing_matrix(part.gate), part.gate.top_k, getattr(part.gate, "norm_topk_prob", True))
 
     def compute(self, part: Any, hidden: Tensor) -> Any:
@@ -184,7 +185,7 @@ class Sparse(Llama):
     ) -> Tensor:
         """Return the weighted results of experts for rows sorted by expert, for this rank's features only.
 
-        Rows are weighted before the last product, which is linear: so its results need not be kept.
+        Rows are weighted before the last matrix product, which is linear: so its results need not be kept.
         """
         gate_up = expert_products(rows, experts.gate_up_proj.flatten(1, -2), counts)
         gate_up = with_rows_of_pair(gate_up, experts, "gate_up_proj", rows, counts, recomputation)
@@ -193,7 +194,7 @@ class Sparse(Llama):
         return with_rows_of_pair(results, experts, "down_proj", inner, counts, recomputation)
 
     def strength(self, config: Any) -> float:
-        """The factor of the balance loss of one layer and one sample."""
+        """Return the factor of the balance loss of one layer and one sample."""
         keys = self.facts.experts
         assert keys is not None
         read = self.facts.configured(vars(config))
@@ -215,9 +216,9 @@ def _weighted_gate(activation: Callable[[Tensor], Tensor], gate_up: Tensor, weig
 class Unseen:
     """A tensor passed into or out of a module, hidden from FSDP2's hooks.
 
-    Weights of experts' results stay in float32, whatever format experts compute in. The gradient of a block's loss
-    follows that of its output, whose nodes autograd works on first since they are younger: if FSDP2 hears of both it
-    gathers the experts, which are next, once more.
+    Weights of experts' results stay in float32, whatever format experts compute in. Autograd computes the gradient of a
+    block's loss after the gradient of its output, whose nodes are younger: if FSDP2 sees both, it gathers the experts,
+    which come next, once more.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -233,32 +234,32 @@ class _Noted(Unseen):
 
 
 def balance(probabilities: Tensor, counts: Tensor, length: int) -> Tensor:
-    """The sum over samples of E sum_e f_e P_e (Fedus et al. 2021), for E experts and samples of a `length`.
+    """Return the sum over samples of E sum_e f_e P_e (Fedus et al. 2021), for E experts and samples of a `length`.
 
-    f_e: how often expert e is chosen for a position, from `counts` [samples, E]; P_e: its mean probability, of which
-    the `probabilities` [samples, positions, E] of some positions give a part. A batch of several samples has the same
-    loss in one microbatch and in many.
+    f_e: how often expert e is chosen per position, from `counts` [samples, E]; P_e: its mean probability, to which
+    the `probabilities` [samples, positions, E] of some positions contribute their part. The loss of several samples is
+    the same in one microbatch and in many.
     """
     often = counts / length
     return counts.shape[-1] * (often.to(probabilities.dtype) * probabilities.sum(1) / length).sum()
 
 
 def _forward(part: Any, hidden: Tensor) -> Tensor:
-    """The sum of the chosen experts' results for states [samples, positions, hidden] of a stock sparse part.
+    """Return the sum of the chosen experts' results, in a stock sparse part, for states [samples, positions, hidden].
 
-    Experts that compute every position add theirs.
+    The results of shared experts, which compute every position, are added.
     """
     tensor_parallel: TensorParallel = part.tensor_parallel
     grid: TensorParallel | None = part.experts.tensor_parallel
     samples, positions, _ = hidden.shape
     x = hidden.flatten(0, 1)
     choice = part.choose(x)
-    # The loss needs them of each sample, over all ranks that share it; a step, this rank's.
+    # The loss needs counts for each sample, over all ranks with parts of it; a step only needs this rank's counts.
     counts = _counts(choice.experts.view(samples, -1), choice.probabilities.shape[-1])
     assignments = counts.sum(0)
     rows = _dispatched(choice.experts, assignments, None if grid is None else grid.expert_order)
     loss = _loss(choice.probabilities.unflatten(0, (samples, positions)), counts, tensor_parallel, grid is not None)
-    # A replay computes it like the pass before, but nothing is noted twice.
+    # A replay computes the loss like the forward pass, but must not note it again.
     if part.losses is not None:
         part.losses.append((part.strength * loss, assignments))
     weights, recomputation = rows.sort_copies(choice.weights), tensor_parallel.recomputation
@@ -271,11 +272,11 @@ def _forward(part: Any, hidden: Tensor) -> Tensor:
     else:
         features = grid.group if grid.size > 1 else None
         away = exchange(rows.counts, len(weights), grid.expert_group, features, recomputation.read)
-        # No name holds rows that were sent, while experts work.
+        # No variable keeps the sent rows alive while experts compute.
         sent = away.there(rows.sort(x)), Unseen(away.there(weights))
         results = away.back(part.experts(*sent, away.counts, recomputation))
     results = rows.collect(results).view_as(hidden)
-    # Nothing else is summed over ranks, but a replay needs no results of experts.
+    # Nothing is summed over ranks here, but this way a replay needs no results of experts.
     return recomputation.sum(lambda output: output, _with_shared(part, hidden, results, tensor_parallel.leave))
 
 
@@ -288,12 +289,12 @@ def _with_shared(part: Any, hidden: Tensor, results: Tensor, leave: Callable[[Te
 
 
 def _dispatched(index: Tensor, counts: Tensor, order: ExpertOrder | None) -> Dispatch:
-    """The order of positions for the experts `index` [positions, copies], which are on ranks in an order."""
+    """Return the order of positions for the experts `index` [positions, copies], which lie on ranks in `order`."""
     return dispatch(index, counts) if order is None else dispatch(order.places[index], counts[order.experts])
 
 
 def _counts(index: Tensor, experts: int) -> Tensor:
-    """How often each expert is chosen in each sample [samples, experts]: whole numbers, in any order."""
+    """Return how often each expert is chosen in each sample [samples, experts], in whole numbers."""
     ones = index.new_ones((), dtype=torch.int32).expand_as(index)
     return index.new_zeros(len(index), experts, dtype=torch.int32).scatter_add_(1, index, ones)
 
@@ -301,7 +302,7 @@ def _counts(index: Tensor, experts: int) -> Tensor:
 def _loss(probabilities: Tensor, counts: Tensor, tensor_parallel: TensorParallel, is_outside: bool) -> Tensor:
     """Return this rank's part of the load-balancing loss, or all of it if ranks hold replicas of the states.
 
-    `is_outside`: each rank has its positions between regions, not its tensor-parallel group's.
+    `is_outside`: whether a rank routes only its own positions, not all positions of its tensor-parallel group.
     """
     length, ranks = probabilities.shape[1], 1 if is_outside else tensor_parallel.size
     for group in _sharing_positions(tensor_parallel, is_outside):
@@ -331,11 +332,11 @@ def _taken(part: Any) -> "_Noted":
 
 _LATENT = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")
 _LEAST = 1e-20
-"""Number that V3 adds to the sum that it divides weights by."""
+"""Number that V3 adds to the sum by which it divides weights."""
 
 
 class DeepseekV2(Sparse):
-    """Blocks whose heads share a latent, which each rank has whole; routers choose the highest probabilities."""
+    """Blocks whose heads share a latent, which is replicated on each rank; routers choose the highest probabilities."""
 
     plan = {
         **Sparse.plan,
@@ -348,7 +349,7 @@ class DeepseekV2(Sparse):
     always = ("mlp.shared_experts",)
 
     def choose(self, part: Any, x: Tensor) -> Choice:
-        """The choice of a router by probabilities, in the best groups if there are groups."""
+        """Return the choice of a router by probabilities, only in the best groups if there are groups."""
         config, probabilities = part.config, wide_logits(x, routing_matrix(part.gate)).softmax(-1)
         allowed = probabilities
         if config.topk_method == "group_limited_greedy":
@@ -359,12 +360,12 @@ class DeepseekV2(Sparse):
 
 
 class DeepseekV3(DeepseekV2):
-    """Blocks whose router scores by a sigmoid, and chooses by scores that biases correct."""
+    """Blocks whose router scores with a sigmoid, and chooses by scores plus correction biases."""
 
     plan = {**DeepseekV2.plan, "mlp.gate.e_score_correction_bias": BUFFER}
 
     def skeleton(self, config: Any) -> Any:
-        """The stock model whose biases of routers, which are buffers, are parameters without gradients."""
+        """Return the stock model with its router biases, which are buffers, as parameters without gradients."""
         stock = super().skeleton(config)
         for gate in (module for name, module in stock.named_modules() if name.endswith("mlp.gate")):
             bias = gate.e_score_correction_bias
@@ -373,12 +374,12 @@ class DeepseekV3(DeepseekV2):
         return stock
 
     def may_lack(self, model: Model, name: str) -> bool:
-        """Whether a file's parameter belongs to the layers after the last one, which predict further tokens."""
+        """Return whether a file's parameter belongs to layers after the last one, which predict further tokens."""
         number = name.removeprefix("model.layers.").partition(".")[0]
         return number.isdigit() and int(number) >= len(model.layers)
 
     def choose(self, part: Any, x: Tensor) -> Choice:
-        """The choice of a router by corrected scores, within the best groups; weights come from uncorrected scores."""
+        """Return a router's choice by corrected scores, in the best groups; weights come from uncorrected scores."""
         config, scores = part.config, wide_logits(x, routing_matrix(part.gate)).sigmoid()
         corrected = scores.detach() + part.gate.e_score_correction_bias
         best = corrected.unflatten(-1, (config.n_group, -1)).topk(2, -1).values.sum(-1)
@@ -410,14 +411,14 @@ class Llama4(Sparse):
     returns_scores = True
 
     def choose(self, part: Any, x: Tensor) -> Choice:
-        """The choice of a router, whose weights are sigmoids of the chosen experts' scores."""
+        """Return the choice of a router, whose weights are sigmoids of the chosen experts' scores."""
         probabilities, scores, index = scored(x, part.router)
         return Choice(probabilities, index, scores.sigmoid())
 
     def compute_experts(
         self, experts: Any, rows: Tensor, weights: Unseen, counts: Counts, recomputation: Recomputation
     ) -> Tensor:
-        """The results of experts for rows that are weighted first."""
+        """Return the results of experts for rows that are weighted first."""
         rows = (rows * weights.tensor[:, None]).to(rows.dtype)
         first, last = experts.gate_up_proj.flatten(2).transpose(1, 2), experts.down_proj.transpose(1, 2)
         gate_up = expert_products(rows, first, counts)
@@ -427,7 +428,7 @@ class Llama4(Sparse):
     def constants(self, model: Model, kind: str, places: Places, *others: Any) -> dict[str, Any]:
         """Return the usual constants; raise BadInput for parts of a sequence if queries are scaled by position.
 
-        Stock blocks that do not rotate count positions from the first that they are given.
+        Stock blocks without rotary positions count positions from the first one that they are given.
         """
         config, rotates = self.configuration(model), base_type(kind) in (ROTATED_SPARSE, ROTATED_DENSE)
         scales = config.attn_temperature_tuning and model.sequence_length >= config.floor_scale and not rotates

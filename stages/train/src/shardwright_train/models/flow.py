@@ -1,8 +1,8 @@
 """The flow of hidden states through a stock model: whether its blocks can run one by one on different ranks.
 
-A pass over fake tensors follows what each tensor was made from. A model can be taken apart if each of its blocks is
-given the states that the block before it gave, unchanged, and else only what follows from the tokens' number or values
-(masks, positions, angles): then a rank needs no other rank's blocks to call its own as the stock model does.
+A pass over fake tensors records what each tensor was made from. A model can be split if each of its blocks is given
+the hidden states of the previous block, unchanged, and otherwise only what follows from the number or the values of
+tokens (masks, positions, angles): then a rank can call its blocks as the stock model does, without other ranks' blocks.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,12 +21,12 @@ from shardwright_train.models.traced import Whole, at_place, built, calling, end
 from shardwright_train.torch_private import FakeTensorMode, TorchDispatchMode, storage_key, tree_leaves
 
 _TRIED = (2, 3)
-"""Samples of the two passes: what grows from one to the other is of samples."""
+"""Numbers of samples of the two passes: lengths that grow from one to the other count samples."""
 
 _USUAL_DIMS = 3
 
 _Label = str | int
-"""What a tensor was made from: tokens, weights outside of blocks, the embedding's modules, or a block by its number."""
+"""What a tensor was made from: tokens, weights outside of blocks, the embedding's modules, or a block by its index."""
 _TOKENS, _WEIGHTS, _EMBEDDED = "tokens", "weights", "embedded"
 
 
@@ -34,14 +34,14 @@ class Shape(NamedTuple):
     """The shape of a tensor that depends on the number of samples."""
 
     fixed: tuple[int, ...]
-    """Its lengths without samples."""
+    """Lengths for no samples."""
     each: tuple[int, ...]
-    """What each sample adds to its lengths."""
+    """What each sample adds to the lengths."""
     dtype: torch.dtype | None
     """None: the format that the model computes in."""
 
     def zeros(self, samples: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeros of this shape for a number of samples."""
+        """Return zeros of this shape for a number of samples."""
         lengths = [fixed + each * samples for fixed, each in zip(self.fixed, self.each, strict=True)]
         return torch.zeros(lengths, dtype=self.dtype or dtype, device=device)
 
@@ -52,21 +52,21 @@ class Flow(NamedTuple):
     path: str
     """The path of the list of blocks."""
     place: int | str
-    """The argument that holds the states: its number or name."""
+    """The argument with the hidden states: its index or name."""
     states: Shape
     outputs: tuple[Shape | None, ...] | None
-    """The further tensors that blocks give, with None in place of the states and of what is none; None: blocks give
-    only the states."""
+    """The outputs of blocks, with None in place of the hidden states and of what is no tensor; None: blocks return only
+    the hidden states."""
     output: int
-    """The place of the states among these."""
+    """The index of the hidden states among the outputs."""
     early: Mapping[str, Shape]
-    """What modules of the embedding that hold parameters give, by path."""
+    """The outputs of the embedding's modules that have parameters, by path."""
     embedding: frozenset[str]
     """Paths of modules outside of blocks with parameters of the embedding."""
     head: frozenset[str]
-    """Paths of those with parameters of the head."""
+    """Paths of modules outside of blocks with parameters of the head."""
     by_tokens: bool
-    """Whether what blocks are given depends on the values of tokens."""
+    """Whether arguments of blocks depend on the values of tokens."""
 
     @property
     def samples(self) -> int:
@@ -86,7 +86,7 @@ class Flow(NamedTuple):
         return moved.reshape(len(moved), length, -1).clone()  # a view would be no output of a pipeline stage
 
     def given(self, states: Tensor) -> Tensor:
-        """Return hidden states [samples, positions, features] in the form that the stock model's blocks take."""
+        """Return hidden states [samples, positions, features] in the form that the stock model's blocks expect."""
         inner = [fixed for fixed, each in zip(self.states.fixed, self.states.each, strict=True) if not each]
         if self._is_usual and [*states.shape[1:]] == inner:
             return states
@@ -94,13 +94,13 @@ class Flow(NamedTuple):
 
 
 def flow_of(model: Model) -> Flow:
-    """How the stock model of a description flows; raises ValueError naming why its blocks cannot run one by one."""
+    """Return how a described stock model calls its blocks; raise ValueError if they cannot run one by one."""
     return flow_of_config(msgspec.json.encode(model.config), model.family, model.sequence_length)
 
 
 @lru_cache(maxsize=4)
 def flow_of_config(encoded: bytes, kind: str, length: int) -> Flow:
-    """How the stock model of a configuration as JSON flows; raises ValueError as `flow_of` does."""
+    """Return how the stock model of a configuration in JSON calls its blocks; raise ValueError as `flow_of` does."""
     config = {**msgspec.json.decode(encoded), "model_type": kind}
     with FakeTensorMode(allow_non_fake_inputs=True):
         whole = built(config, plain=True)
@@ -142,7 +142,7 @@ def _shape(one: Tensor | None, other: Tensor | None) -> Shape | None:
 
 
 class _Observed(NamedTuple):
-    """What a pass over fake tensors showed about a stock model."""
+    """What a pass over fake tensors showed about a stock model; fields as in `Flow`."""
 
     place: int | str
     states: Tensor
@@ -201,7 +201,7 @@ class _Labels(TorchDispatchMode):
         result = operator(*args, **kwargs)
         name = operator.name().partition(".")[0].partition("::")[2]
         if name.endswith("_like") or name.startswith("new_"):
-            return result  # of a tensor's form, not of its values
+            return result  # it depends on a tensor's shape, not on its values
         labels = self.of_all(_tensors((args, kwargs)))
         if self.behind and (others := labels - self._allowed):
             what = "the embedding" if _EMBEDDED in others else "a block before the last"
@@ -212,7 +212,7 @@ class _Labels(TorchDispatchMode):
 
 
 def _observed(whole: Whole, samples: int, length: int) -> _Observed:
-    """Call the stock model on fake tensors; of each class of blocks only the first runs."""
+    """Call the stock model on fake tensors and record its flow; only the first block of each class runs."""
     last, labels = len(whole.blocks) - 1, _Labels(whole, len(whole.blocks) - 1)
     places, seen, order = list[int | str](), list[Tensor](), list[int]()
     forms: dict[Any, tuple[int, tuple[Tensor | None, ...] | None]] = {}

@@ -1,7 +1,7 @@
-"""Gemma 3n with images: a trace of its text and of its embedders, and figures of its tower, a convolutional network.
+"""Gemma 3n with images: a trace of its text model and its embedders, and stored figures of its convolutional tower.
 
-The tower (MobileNet-V5, Gemma team 2025) is of the package timm, which nothing here needs. It is one layer before the
-blocks, together with what embeds images, and tokens in the places of images and of sound.
+The tower (MobileNet-V5, Gemma team 2025) comes from the package timm, which is not needed here. It is one layer before
+the blocks, together with the modules that embed images, and tokens in the places of images and sound.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ _AUDIO, _TOKENS = "audio_config", "vision_soft_tokens_per_image"
 _FIXED = {"architecture": "mobilenetv5_300m_enc", "hidden_size": 2048, "model_args": None}
 """Keys of a vision_config that decide the tower's shapes, with their values in all published models."""
 IMAGE_TOKENS, SIDE = 256, 768
-"""Tokens of an image, and pixels of its height and width."""
+"""Number of tokens of an image, and its height and width in pixels."""
 TOWER_PARTS: Mapping[str, int] = {
     "conv_stem": 1_856,
     "blocks.0": 1_492_608,
@@ -39,7 +39,7 @@ TOWER_PARTS: Mapping[str, int] = {
     "blocks.3": 211_540_480,
     "msfa": 15_245_056,
 }
-"""Parameters of the tower's parts (timm 1.0.31, `mobilenetv5_300m_enc`), each described as a matrix of one column."""
+"""Number of parameters of each part of the tower (timm 1.0.31, `mobilenetv5_300m_enc`), described as one column."""
 TOWER_TRACED = Traced(
     product_flops=775_676_657_664,
     attention_flops=95_806_291_968,
@@ -54,7 +54,7 @@ TOWER_TRACED = Traced(
 
 
 def describe_gemma3n(config: Mapping[str, Any], name: str, sequence_length: int) -> tuple[Model, tuple[str, ...]]:
-    """Describe the model of a config.json for samples of a length, images included; and say what is assumed.
+    """Return a description of a config.json's model, for samples of a length including images, and what it assumes.
 
     Raises ValueError saying what does not fit, or what cannot be built or traced.
     """
@@ -81,7 +81,7 @@ def describe_gemma3n(config: Mapping[str, Any], name: str, sequence_length: int)
 
 
 def _check(config: Mapping[str, Any], length: int) -> None:
-    """Raise ValueError if a part of a configuration is missing, or is not of a model that the figures are of."""
+    """Raise ValueError if a part of a configuration is missing, or belongs to a model without stored figures."""
     check_keys(config, keys_of(Gemma3nConfig) | {IMAGES})
     parts = {TEXT_KEY: "gemma3n_text", TOWER_KEY: "gemma3n_vision", _AUDIO: "gemma3n_audio"}
     for key, kind in parts.items():
@@ -103,7 +103,7 @@ def _check(config: Mapping[str, Any], length: int) -> None:
 
 
 class Embedders(nn.Module):
-    """What the stock model does with states of tokens [samples, positions, features] before its text's own layers."""
+    """What the stock model does with states of tokens [samples, positions, features] before its text model's layers."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Embedders(nn.Module):
     def forward(self, tokens: Tensor, states: Tensor, images: Tensor, places: Tensor) -> Tensor:
         """Return the states with the states of `images` [images, tokens of each, features] in their places."""
         for embedder in (self.embed_vision, self.embed_audio):
-            # A place of neither looks up the last row, whose result is dropped.
+            # A token that is not this embedder's looks up the last row, whose result is dropped.
             is_own = tokens >= embedder.vocab_offset
             row = torch.where(is_own, tokens, embedder.vocab_offset + embedder.vocab_size - 1)
             states = torch.where(is_own.unsqueeze(-1), embedder(input_ids=row), states)
@@ -127,7 +127,7 @@ def _keys(config: Mapping[str, Any], part: str) -> dict[str, Any]:
 
 
 def _vision(config: Mapping[str, Any], text: Model, images: int) -> LayerType:
-    """Return the layer of the tower and the embedders, which passes on the states of a text."""
+    """Return the layer of the tower and the embedders, which passes on the text's states."""
     length, (outputs,) = text.sequence_length, text.types[EMBEDDING].outputs
     trace = Trace()
     with default_dtype(torch.bfloat16), FakeTensorMode(), refusals():
@@ -158,7 +158,7 @@ def _vision(config: Mapping[str, Any], text: Model, images: int) -> LayerType:
 
 
 def _together(tower: Traced, images: int, embedders: Traced) -> Traced:
-    """Return the figures of a tower's pass over images, and of the embedders behind it."""
+    """Return the sum of the figures of a tower's pass over `images` images, and of the embedders after it."""
     each = ("product_flops", "attention_flops", "kept", "kept_bytes", "products")
     sums = {key: images * getattr(tower, key) + getattr(embedders, key) for key in each}
     sums |= {key: getattr(tower, key) + getattr(embedders, key) for key in ("multiplied", "kernels")}
@@ -166,7 +166,7 @@ def _together(tower: Traced, images: int, embedders: Traced) -> Traced:
 
 
 def _within(layer: LayerType) -> LayerType:
-    """Return a layer of the text with the names that its parameters and its path have in the whole model."""
+    """Return a layer of the text model, with its parameters and its path named as in the whole model."""
     traced = layer.traced if layer.traced is UNSET else replace(layer.traced, path=_renamed(layer.traced.path))
     parameters = tuple(replace(p, name=_renamed(p.name)) for p in layer.parameters)
     return replace(layer, parameters=parameters, traced=traced)

@@ -1,4 +1,4 @@
-"""gpt-oss (OpenAI 2025): experts with a SwiGLU whose inputs are clamped, the linear one plus one, and sinks."""
+"""gpt-oss (OpenAI 2025): attention sinks, and experts with a SwiGLU of clamped inputs that adds 1 to the linear one."""
 
 from functools import partial
 from typing import Any
@@ -41,7 +41,7 @@ def _attention(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The attention [b, s, heads, d] of a module; causal if there is no mask [b or 1, heads or 1, s, s]."""
+    """Return the attention [b, s, heads, d] of a module; causal if there is no mask [b or 1, heads or 1, s, s]."""
     features, causal = query.shape[-1], attention_mask is None
     sinks = (s_aux / scaling).to(query.dtype)[None, :, None, None].expand(*query.shape[:3], 1)
     query = pad(torch.cat([query, pad(sinks, (0, SINK_FEATURES - 1))], -1), (0, 0, 1, 0))
@@ -49,7 +49,7 @@ def _attention(
     key = torch.cat([first.expand(*key.shape[:2], 1, -1), pad(key, (0, SINK_FEATURES))], 2)
     value = pad(value, _SPACE)
     if attention_mask is not None:
-        # Kernels that add a mask know no groups of heads; the further query sees all, and nothing is read of it.
+        # Kernels that add a mask support no groups of heads. The further query sees all keys; its result is dropped.
         attention_mask = _padded(attention_mask)
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     result = scaled_dot_product_attention(
@@ -59,7 +59,7 @@ def _attention(
 
 
 def _padded(mask: Tensor) -> Tensor:
-    """A mask with a further key and a further query; as long as the mask is there, the same for all layers."""
+    """Return a mask with a further key and a further query; the same one for all layers, as long as the mask exists."""
     if mask not in _HELD:
         _HELD[mask] = pad(mask, (1, 0, 1, 0))
     padded: Tensor = _HELD[mask]
@@ -73,9 +73,10 @@ ALL_ATTENTION_FUNCTIONS.register(SINK_ATTENTION, _attention)
 
 
 def clamped_swiglu(gate_up: Tensor, weights: Tensor, limit: float, alpha: float) -> Tensor:
-    """Return gated activations [rows, features] times `weights`; columns of the gate and of what it gates alternate.
+    """Return gated activations [rows, features] times `weights` [rows].
 
-    `gate_up` [rows, 2 features] is cut off at `limit`, `alpha` is in the sigmoid; weights [rows].
+    In `gate_up` [rows, 2 features] columns of the gate and of the gated values alternate; it is clamped at `limit`.
+    `alpha`: the factor inside the sigmoid.
     """
     inner: Tensor = _Gated.apply(gate_up, weights, limit, alpha)  # type: ignore[no-untyped-call]
     return inner
@@ -115,7 +116,7 @@ class GptOss(Sparse):
         **Llama.plan,
         **dict.fromkeys((f"self_attn.{name}_proj" for name in "qkv"), "colwise"),
         **{"self_attn.o_proj": "rowwise", "self_attn.sinks": Rule("cut", dim=0), "mlp.router": INSIDE},
-        # A share of pairs is whole: `tp_size` divides the experts' features.
+        # No shard cuts a pair of columns: `tp_size` divides the experts' features.
         "mlp.experts.gate_up_proj": Rule("cut", dim=2, ep_dim=0),
         "mlp.experts.gate_up_proj_bias": Rule("cut", dim=1, ep_dim=0),
         "mlp.experts.down_proj": Rule("cut", dim=1, ep_dim=0),
@@ -132,12 +133,12 @@ class GptOss(Sparse):
         return block
 
     def choose(self, part: Any, x: Tensor) -> Choice:
-        """The choice of a router, whose weights are a softmax over only the chosen experts."""
+        """Return the choice of a router, whose weights are a softmax over only the chosen experts."""
         probabilities, scores, index = scored(x, part.router)
         return Choice(probabilities, index, scores.softmax(-1))
 
     def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
-        """Let only the first rank add the biases of products that are summed over ranks."""
+        """Make only the first rank add the biases of matrix products that are summed over ranks."""
         super().after_split(block, config, tensor_parallel)
         experts: Any = block.get_submodule("mlp.experts")
         experts.keeps_biases = float((experts.tensor_parallel or tensor_parallel).rank == 0)
@@ -145,7 +146,7 @@ class GptOss(Sparse):
     def compute_experts(
         self, experts: Any, rows: Tensor, weights: Unseen, counts: Counts, recomputation: Recomputation
     ) -> Tensor:
-        """The weighted results of experts: their last product is of weighted rows, and so are its biases."""
+        """Return the weighted results of experts: the rows of the last matrix product and its biases are weighted."""
         products = expert_products(rows, experts.gate_up_proj.transpose(1, 2), counts)
         gate_up = with_biases(products, experts.gate_up_proj_bias, counts)
         activation = partial(clamped_swiglu, limit=experts.limit, alpha=experts.alpha)

@@ -68,7 +68,7 @@ class ViT(Family):
         stock: Any = pieces.get_submodule("vit.embeddings")
         # Images are read in float32.
         states = stock(batch["pixel_values"].to(stock.cls_token.dtype))
-        # A view would hold the others' positions, too.
+        # A view would keep the other ranks' positions in memory, too.
         return (states[:, pieces.tensor_parallel.positions(states.shape[1])].clone(),)
 
 
@@ -95,7 +95,7 @@ class Siglip(ViT):
         return configured
 
     def initialize(self, model: Model, module: nn.Module) -> None:
-        """Give a layer its initial weights: stock draws positions and classifier if their owners are whole."""
+        """Fill a layer with initial weights; positions and classifier are drawn here, as stock needs a whole model."""
         super().initialize(model, module)
         config, modules = self.configuration(model), dict[str, Any](module.named_modules())
         drawn: dict[str, float] = {_POSITIONS: 1.0, self.head[-1]: config.initializer_factor}
@@ -110,7 +110,7 @@ class Siglip(ViT):
         return ((patches + table)[:, pieces.tensor_parallel.positions(len(table))].clone(),)
 
     def normed(self, pieces: Pieces, states: States) -> Tensor:
-        """The mean of the normed positions, as a single position."""
+        """Return the mean of the normed positions, as a single position."""
         return pieces.through(self.head[:1], states[-1]).mean(1, keepdim=True)
 
 
@@ -142,7 +142,7 @@ class Swin(Family):
         return (states[:, pieces.tensor_parallel.positions(states.shape[1])].clone(),)
 
     def normed(self, pieces: Pieces, states: States) -> Tensor:
-        """The mean of the normed positions, as a single position."""
+        """Return the mean of the normed positions, as a single position."""
         return pieces.through(self.head[:1], states[-1]).mean(1, keepdim=True)
 
     def block(self, stock: Any, kind: str, index: int) -> Any:
@@ -158,7 +158,7 @@ class Swin(Family):
         del bias.relative_position_index
         bias.relative_position_index = rows
         bias.register_forward_pre_hook(_move_rows)
-        # Only the states: FSDP2 would watch over the eager kernel's scores, too.
+        # Return only the states: FSDP2 would otherwise put hooks on the eager kernel's scores, too.
         block.register_forward_hook(lambda _block, _args, out: out[0])
         return block
 
@@ -179,7 +179,7 @@ _PARTS = ("self_attn",), ("mlp",)
 
 
 class Llava(Family):
-    """The Llava family: tower and language model are sharded as such models are; the projector is replicated."""
+    """The Llava family: tower and language model are sharded like separate models; the projector is replicated."""
 
     embedding = (f"{LANGUAGE}.embed_tokens", _EMBEDDINGS, _NORM)
     head = (f"{LANGUAGE}.norm", "lm_head")
@@ -205,7 +205,7 @@ class Llava(Family):
     """Facts of the vision towers, by the model_type of a vision_config."""
 
     def configured(self, config: Mapping[str, Any]) -> Any:
-        """Return the configuration without unused blocks; it also has the attributes of the text model's."""
+        """Return the configuration without unused blocks; it also has the text configuration's attributes."""
         read = self.facts.configured(config)
         if (wrong := self.facts.keys.wrong(read)) is not None:
             raise ValueError(wrong)
@@ -236,7 +236,7 @@ class Llava(Family):
         return {"vision_feature_layer": -1, "image_seq_length": image_tokens(read)}
 
     def module(self, stock: Any, kind: str, index: int) -> nn.Module:
-        """The modules of a layer; patch position numbers are not a buffer, which would lose its values."""
+        """Return the modules of a layer; patch position numbers are not a buffer, which would lose its values."""
         if kind != EMBEDDING:
             return super().module(stock, kind, index)
         paths = self.embedding if hasattr(stock.model.vision_tower, "pre_layrnorm") else self.embedding[:-1]
@@ -247,7 +247,7 @@ class Llava(Family):
         return pieces
 
     def block(self, stock: Any, kind: str, index: int) -> nn.Module:
-        """Return a stock block, or the projector with the tower's last norm, which is not used here."""
+        """Return a stock block, or the projector together with the tower's last norm, which is not used here."""
         block: Any = super().block(stock, kind, index)
         block.of_tower, block.images = kind == TOWER, getattr(stock.config, IMAGES, 1)
         if kind == PROJECTOR:
@@ -258,7 +258,7 @@ class Llava(Family):
         return block  # type: ignore[no-any-return]
 
     def initialize(self, model: Model, module: nn.Module) -> None:
-        """Fill a whole layer with the initial weights of transformers; the tower's come from its own class."""
+        """Fill a whole layer with the initial weights of transformers; the tower's own class fills its modules."""
         stock = self.stock_model(model)
         within = [part for name, part in module.named_modules() if name == VISION_TOWER]
         within += [module] if getattr(module, "of_tower", False) else []
@@ -271,7 +271,7 @@ class Llava(Family):
             module.apply(start)
 
     def keeps_last_sum(self, kind: str, config: Any, compute: str) -> bool:
-        """Return whether backward needs the result of the last product, as the projector's, merged into a text."""
+        """Return whether the backward pass needs the last sum, as in the projector, which merges it into the text."""
         return kind == PROJECTOR or super().keeps_last_sum(kind, config, compute)
 
     def may_lack(self, model: Model, name: str) -> bool:
@@ -282,7 +282,7 @@ class Llava(Family):
         return name.startswith(f"{blocks}.") and number.isdecimal() and int(number) >= taken
 
     def embed(self, pieces: Pieces, batch: Batch) -> States:
-        """The states of an image's patches, which every rank computes completely, and the tokens'."""
+        """Return the states of the images' patches, which every rank computes completely, and of the tokens."""
         table: Any = pieces.get_submodule(self.embedding[0])
         split, pixels = pieces.tensor_parallel, batch["pixel_values"]
         states = self.patched(pieces.get_submodule(VISION_TOWER), pixels.flatten(0, -4).to(table.weight.dtype))
@@ -291,7 +291,7 @@ class Llava(Family):
         return held, token_embedding(table, batch["tokens"], split)
 
     def patched(self, tower: Any, images: Tensor) -> Tensor:
-        """Return the states of images' patches [images, positions, features], as the tower's blocks take them."""
+        """Return the states of images' patches [images, positions, features], as the tower's blocks expect them."""
         embeddings = tower.embeddings
         patches = embeddings.patch_embedding(images).flatten(2).transpose(1, 2)
         if hasattr(embeddings, "class_embedding"):
@@ -315,7 +315,7 @@ class Llava(Family):
 
 
 def placed(features: Tensor, text: Tensor, inside: Tensor) -> Tensor:
-    """States of a text [n, s, h] with images' features [n, t, h], in order, at the true positions [n, s]."""
+    """Return text states [n, s, h] with images' features [n, t, h], in order, at positions where `inside` [n, s]."""
     index = (inside.cumsum(1) - 1).clamp(0, features.shape[1] - 1)
     rows = features.gather(1, index[..., None].expand(-1, -1, features.shape[-1]))
     return rows.where(inside[..., None], text)
@@ -332,7 +332,7 @@ class Gemma3Images(Llava):
     text = Gemma3TextConfig, GEMMA3
 
     def configured(self, config: Mapping[str, Any]) -> Any:
-        """The configuration, which states the number of positions of an image as Llava's does."""
+        """Return the configuration, with the number of positions of an image under Llava's name."""
         configured = super().configured({key: x for key, x in config.items() if key != "image_seq_length"})
         configured.image_seq_length = configured.mm_tokens_per_image
         return configured
@@ -342,7 +342,7 @@ class Gemma3Images(Llava):
         return {}
 
     def module(self, stock: Any, kind: str, index: int) -> nn.Module:
-        """The modules of a layer, with a plain embedding table: `embed` scales its rows."""
+        """Return the modules of a layer, with a plain embedding table: `embed` scales its rows."""
         module = super().module(stock, kind, index)
         if kind == EMBEDDING:
             module.set_submodule(self.embedding[0], plain_table(stock.model.language_model.embed_tokens))
@@ -368,7 +368,7 @@ class Gemma3Images(Llava):
 
 
 class Mistral3(Llava):
-    """Llava with Pixtral's tower, whose rotations are of rows and columns, and a projector that merges patches."""
+    """Llava with Pixtral's tower, which rotates by rows and columns, and a projector that merges patches."""
 
     embedding = (f"{LANGUAGE}.embed_tokens", f"{VISION_TOWER}.patch_conv", f"{VISION_TOWER}.ln_pre")
     parts = {**Llava.parts, TOWER: Parts(f"{VISION_TOWER}.transformer.layers", ("attention",), ("feed_forward",))}
@@ -378,7 +378,7 @@ class Mistral3(Llava):
     towers = {PIXTRAL.facts.model_type: PIXTRAL.facts}
 
     def normalized(self, read: Mapping[str, Any]) -> dict[str, Any]:
-        """Return whether matrices are tied, which a part may say."""
+        """Return whether matrices are tied, which may be set in a part of the configuration."""
         return {"tie_word_embeddings": read["tie_word_embeddings"]}
 
     def configured(self, config: Mapping[str, Any]) -> Any:
@@ -388,7 +388,7 @@ class Mistral3(Llava):
         return configured
 
     def module(self, stock: Any, kind: str, index: int) -> nn.Module:
-        """The modules of a layer; the tower has no table of positions."""
+        """Return the modules of a layer; the tower has no table of positions."""
         return Family.module(self, stock, kind, index)
 
     def block(self, stock: Any, kind: str, index: int) -> nn.Module:
@@ -400,12 +400,12 @@ class Mistral3(Llava):
 
     def patched(self, tower: Any, images: Tensor) -> Tensor:
         """Return the normed states of images' patches."""
-        # In the order of memory in which the stock model norms them.
+        # In the memory layout in which the stock model norms them.
         states: Tensor = tower.ln_pre(tower.patch_conv(images).flatten(2).transpose(1, 2).contiguous())
         return states
 
     def rotated(self, model: Model, kind: str, places: Places, example: Tensor) -> dict[str, Any]:
-        """Return the arguments that rotate queries and keys: of the tower, by rows and columns of patches."""
+        """Return the arguments that rotate queries and keys: in the tower, by rows and columns of patches."""
         if base_type(kind) != TOWER:
             return super().rotated(model, kind, places, example)
         stock = self.stock_model(model).model.vision_tower
@@ -416,13 +416,13 @@ class Mistral3(Llava):
 
 
 def _merged(projector: Any, images: Tensor) -> Tensor:
-    """Images' features [n, tokens, h], each projected from the states of a square of patches [n, patches, h]."""
+    """Return images' features [n, tokens, h], each projected from a square of patch states [n, patches, h]."""
     side = isqrt(images.shape[1]) * projector.patch_merger.patch_size
     flat: Tensor = type(projector).forward(projector, images.flatten(0, 1), [(side, side)] * len(images))
     return flat.reshape(len(images), -1, flat.shape[-1])
 
 
 def _projected(projector: Any, image: Tensor) -> Tensor:
-    """An image's features, projected from the normed states."""
+    """Return an image's features, projected from the normed states."""
     features: Tensor = type(projector).forward(projector, projector.post_layernorm(image))
     return features

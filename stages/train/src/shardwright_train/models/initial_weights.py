@@ -19,11 +19,11 @@ from shardwright.types import EMBEDDING, HEAD, LOW_RANK, Model
 from shardwright_train.parallel.low_rank import add_low_rank
 
 _BLOCK = 1 << 16
-"""Count of numbers drawn at once; with the memory for drawing them, 4 MiB a thread."""
+"""Count of random numbers drawn at once: about 4 MiB per thread, including temporary memory."""
 _WORDS = 4
-"""Number of 64-bit words that the generator returns for one count."""
+"""Number of 64-bit words that the generator returns for one value of its counter."""
 _PER_COUNT = 2 * _WORDS
-"""Random numbers per count: one for each half of a word."""
+"""Number of random numbers per value of the counter: one for each half of a word."""
 _HALF_WORD = np.uint64(32)
 _LOW = np.uint64((1 << 32) - 1)
 
@@ -40,7 +40,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Normal:
-    """The normal distribution, by Box & Muller (1958): two numbers from two uniform ones."""
+    """The normal distribution, by Box & Muller (1958): two numbers from two uniform numbers."""
 
     mean: float
     std: float
@@ -53,7 +53,7 @@ class Normal:
 
 @dataclass(frozen=True)
 class TruncatedNormal:
-    """The normal distribution between two bounds, by the inverse of its cumulated one."""
+    """The normal distribution between two bounds, by the inverse of its cumulative distribution."""
 
     mean: float
     std: float
@@ -103,10 +103,10 @@ Box = Sequence[tuple[int, int]]
 
 
 def fill(target: Tensor, fillings: Sequence[Filling], shape: Sequence[int], box: Box, *key: object) -> None:
-    """Fill a tensor, on any device, with its block `box` of a parameter of a `shape`, drawn for a key.
+    """Fill a tensor, on any device, with the block `box` of a parameter with a `shape`, drawn for a key.
 
-    An element's number in the parameter is what Philox (Salmon et al. 2011) counts with, under the key's SHA-256,
-    whatever the box: what the box does not hold is not drawn.
+    The counter of the generator, Philox (Salmon et al. 2011) keyed by the key's SHA-256, follows from an element's
+    index in the whole parameter, so values do not depend on the box, and only the box's elements are drawn.
     """
     digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
     target, words = target.detach(), np.frombuffer(digest[:16], np.uint64)
@@ -144,7 +144,7 @@ def _fill(target: Tensor, distribution: Distribution, shape: Sequence[int], box:
 
 
 def _drawn(distribution: Normal | TruncatedNormal | Uniform, runs: Sequence[_Run], key: NDArray[np.uint64]) -> Tensor:
-    """The numbers of some runs; runs whose ends share a count are drawn together."""
+    """Return the random numbers of some runs of elements, drawn together."""
     counts = [range(start // _PER_COUNT, -(-(start + length) // _PER_COUNT)) for start, length in runs]
     drawn = distribution.transform(_uniform(counts, key)).T.reshape(-1)
     if len(drawn) == sum(length for _, length in runs):
@@ -155,7 +155,7 @@ def _drawn(distribution: Normal | TruncatedNormal | Uniform, runs: Sequence[_Run
 
 
 def _uniform(counts: Sequence[range], key: NDArray[np.uint64]) -> Tensor:
-    """Uniform numbers [2, n] in (0, 1) for ascending counts: the high and the low half of each word."""
+    """Return uniform numbers [2, n] in (0, 1) for ascending counters: from the high and the low half of each word."""
     generator, at, words = np.random.Philox(counter=counts[0].start, key=key), counts[0].start, []
     for count in counts:
         generator.advance(count.start - at)
@@ -201,7 +201,7 @@ def _blocks(runs: Iterator[_Run]) -> Iterator[tuple[int, list[_Run]]]:
 
 
 def with_low_rank(module: nn.Module, model: Model, layer: str) -> nn.Module:
-    """A layer's stock module with the low-rank matrices that the model has there, on the meta device."""
+    """Return a layer's stock module with the low-rank matrices that the model has there, on the meta device."""
     if model.low_rank is UNSET:
         return module
     place = layer if layer in (EMBEDDING, HEAD) else int(layer.removeprefix("layers[").removesuffix("]"))
@@ -216,7 +216,8 @@ def with_low_rank(module: nn.Module, model: Model, layer: str) -> nn.Module:
 def low_rank_fillings(module: nn.Module, model: Model) -> Mapping[str, tuple[Filling, ...]]:
     """Return how peft fills low-rank matrices, by their names in a layer's module.
 
-    A has what a Linear of torch has, uniform in +-1/sqrt(inputs) (He et al. 2015, with a = sqrt(5)). B is zeros.
+    A is filled like torch's Linear, uniform in +-1/sqrt(inputs) (He et al. 2015, with a = sqrt(5)). B is zero, unless
+    the model says that it does not start at zero: then it is filled like A.
     """
     return {
         name: (Filling(_distribution(name, tuple(parameter.shape), model), None),)

@@ -1,4 +1,4 @@
-"""Llama (Touvron et al. 2023), and the families whose blocks are called as Llama's are.
+"""Llama (Touvron et al. 2023), and the families whose blocks are called like Llama's blocks.
 
 Mistral, Qwen2 and Qwen3 differ only by their stock classes.
 """
@@ -25,7 +25,7 @@ from shardwright_train.parallel.tensor import TensorParallel
 
 
 class Llama(Family):
-    """The Llama family, sharded by transformers' own tensor-parallel plan, and by vocabulary."""
+    """The Llama family, sharded by transformers' own tensor-parallel plan; the embedding is sharded by vocabulary."""
 
     embedding = ("model.embed_tokens",)
     head = ("model.norm", "lm_head")
@@ -63,7 +63,7 @@ class Ministral(Llama):
     """Llama with a stock class that needs an explicit head dimension."""
 
     def configured(self, config: Mapping[str, Any]) -> Any:
-        """The configuration; heads have their share of the hidden states' features by default."""
+        """Return the configuration; by default the hidden states' features are divided evenly among heads."""
         configured = super().configured(config)
         configured.head_dim = configured.head_dim or configured.hidden_size // configured.num_attention_heads
         return configured
@@ -73,7 +73,7 @@ class Ministral3(Llama):
     """Llama whose stock blocks scale queries by their positions in a sample."""
 
     def constants(self, model: Model, kind: str, places: Places, example: Tensor, *others: Any) -> dict[str, Any]:
-        """The constants of all families, and the positions [1, s] that this rank computes."""
+        """Return the constants of all families, and the positions [1, s] that this rank computes."""
         constants = super().constants(model, kind, places, example, *others)
         constants["arguments"]["position_ids"] = places.positions(example.device)[places.computed][None]
         return constants
@@ -105,18 +105,18 @@ class Gemma2(Llama):
     """Llama with scaled embeddings and soft-capped logits; the stock blocks contain the other differences."""
 
     def module(self, stock: Any, kind: str, index: int) -> nn.Module:
-        """The modules of a layer, with a plain embedding table: `embed` scales its rows."""
+        """Return the modules of a layer, with a plain embedding table: `embed` scales its rows."""
         module = super().module(stock, kind, index)
         if kind == EMBEDDING:
             module.set_submodule(self.embedding[0], plain_table(stock.model.embed_tokens))
         return module
 
     def scaled(self, config: Any, rows: Tensor) -> Tensor:
-        """Return the rows, scaled in their format by the root of the number of features."""
+        """Return the rows, scaled in their format by the square root of the number of features."""
         return rows * torch.tensor(config.hidden_size**0.5).to(rows.dtype)
 
     def logits(self, pieces: Pieces, inputs: Tensor) -> Tensor:
-        """The logits, which a hyperbolic tangent bounds."""
+        """Return the logits, bounded by a hyperbolic tangent if so configured."""
         logits, bound = super().logits(pieces, inputs), pieces.config.final_logit_softcapping
         return logits if bound is None else torch.tanh(logits / bound) * bound
 
@@ -135,18 +135,18 @@ class Gemma3(Gemma2):
 
 
 class NormedHead(nn.Linear):
-    """A linear layer whose rows are normalized to unit length before the product."""
+    """A linear layer whose matrix's rows are normalized to unit length before the matrix product."""
 
     def forward(self, states: Tensor) -> Tensor:
-        """Return the products of the states with the normalized rows."""
+        """Return the matrix product of the states and the normalized rows."""
         return nn.functional.linear(states, nn.functional.normalize(self.weight))
 
 
 class Baichuan(Llama):
-    """Llama whose files hold queries, keys and values as one; ALiBi instead of rotations in 13B."""
+    """Llama whose files hold queries, keys and values as one matrix; ALiBi instead of rotations in 13B."""
 
     def configured(self, config: Mapping[str, Any]) -> Any:
-        """Llama's configuration, with the positions of 13B under the usual name."""
+        """Return Llama's configuration, with the number of positions of 13B under the usual name."""
         parsed, read = super().configured(config), self.facts.keys.implied(config)
         parsed.alibi, parsed.max_position_embeddings = read["alibi"], read["max_position_embeddings"]
         return parsed
@@ -160,7 +160,7 @@ class Baichuan(Llama):
         return stock
 
     def constants(self, model: Model, kind: str, places: Places, *others: Any) -> dict[str, Any]:
-        """The constants of Llama; with ALiBi the angles are 0, because positions are in the mask."""
+        """Return the constants of Llama; with ALiBi the angles are 0, because positions are in the mask."""
         constants = super().constants(model, kind, places, *others)
         if model.types[kind].alibi_heads:
             cos, sin = constants["arguments"]["position_embeddings"]
@@ -170,7 +170,7 @@ class Baichuan(Llama):
 
 
 class Glm4(Llama):
-    """Llama with files that store the gate and first matrix of the feed-forward as one; each is sharded separately."""
+    """Llama whose files hold the feed-forward's gate and first matrix as one; each is sharded separately."""
 
     plan = {
         **Llama.plan,
@@ -180,7 +180,7 @@ class Glm4(Llama):
 
 
 class Phi3(Llama):
-    """Llama whose files hold queries, keys and values as one matrix, and gate and first matrix of the feed-forward."""
+    """Llama whose files hold queries, keys and values as one matrix; the feed-forward's gate and first matrix, too."""
 
     plan = {
         **Llama.plan,

@@ -30,7 +30,7 @@ class Places(NamedTuple):
 
     @classmethod
     def whole(cls, length: int) -> "Places":
-        """The places of a rank that has whole samples."""
+        """Return the places of a rank that has whole samples."""
         return cls(length, slice(0, length), slice(0, length))
 
     def positions(self, device: torch.device) -> Tensor:
@@ -38,7 +38,7 @@ class Places(NamedTuple):
         return torch.arange(self.length, device=device) if self.order is None else self.order
 
     def pairs(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The positions [q, 1] that attend on this rank, and all [s]."""
+        """Return the positions [q, 1] that attend on this rank, and all positions [s]."""
         positions = self.positions(device)
         return positions[self.attending, None], positions
 
@@ -50,9 +50,9 @@ class Places(NamedTuple):
 
 
 def shared_mask(window: int | None, attending: slice) -> str:
-    """The key in a microbatch of the mask that its layers with a window share, in the form of `document_mask`.
+    """Return the key, in a microbatch, of the mask shared by layers with a window; the mask is as in `document_mask`.
 
-    The window may be None: layers without one. `attending`: places of its rows.
+    `window`: None for layers without one. `attending`: the places of the mask's rows.
     """
     rows = f"{_SHARED} {attending.start} to {attending.stop}"
     return rows if window is None else f"{rows} in {window}"
@@ -80,7 +80,7 @@ def mask_for(mask: Mask, states: Tensor, batch: Batch, constants: Mapping[str, A
 def causal_mask(states: Tensor, tokens: Tensor, kernel: str) -> Tensor | None:
     """Return the causal mask to add to scores [b, heads, s, s] for the eager kernel.
 
-    None for others, which are causal without it.
+    None for other kernels, which are causal without it.
     """
     if kernel != Attention.EAGER.value:
         return None
@@ -92,8 +92,8 @@ def causal_mask(states: Tensor, tokens: Tensor, kernel: str) -> Tensor | None:
 def window_mask(places: Places, window: int, example: Tensor, mask: Mask) -> Tensor:
     """Return the mask [1, 1, q, s] to add to scores for a window of `window` positions up to each position.
 
-    If the family's `mask` is not causal, they attend to as many after them. It is in the dtype and on the device of
-    `example`; as long as one exists, it is returned again.
+    If the family's `mask` is not causal, the window has the same length after each position. The mask is in the dtype
+    and on the device of `example`; as long as an equal one exists, it is returned again.
     """
     behind = 0 if mask is Mask.CAUSAL else window - 1
     key = places.key, window, behind, example.dtype, example.device
@@ -107,7 +107,7 @@ def window_mask(places: Places, window: int, example: Tensor, mask: Mask) -> Ten
 def alibi_mask(places: Places, slopes: Sequence[float], example: Tensor) -> Tensor:
     """Return the causal mask [1, heads, q, s] to add to scores for ALiBi, with the heads' slopes.
 
-    It is in the dtype and on the device of `example`; as long as one exists, it is returned again.
+    It is in the dtype and on the device of `example`; as long as an equal one exists, it is returned again.
     """
     key = places.key, tuple(slopes), example.dtype, example.device
     if (mask := _HELD.get(key)) is None:
@@ -123,7 +123,7 @@ def alibi_mask(places: Places, slopes: Sequence[float], example: Tensor) -> Tens
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """The slopes for a number of heads (Press et al. 2022, and their code for numbers that are not powers of two)."""
+    """Return the slopes for a number of heads (Press et al. 2022; their code for numbers that are no powers of two)."""
     power = 2 ** int(math.log2(heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     return slopes if power == heads else slopes + alibi_slopes(2 * power)[0::2][: heads - power]
@@ -132,20 +132,20 @@ def alibi_slopes(heads: int) -> list[float]:
 def document_mask(documents: Tensor, dtype: torch.dtype, padding: Tensor | None, places: Places) -> Tensor:
     """Return the mask to add to scores [b, heads, q, s] so that each position attends only to its own document.
 
-    documents [b, s] number them; causal if there is no `padding` [b, s], which is false on what stands for nothing.
+    `documents` [b, s]: each position's document number. `padding` [b, s]: false on padding; None: the mask is causal.
     """
     queries, keys = places.pairs(documents.device)
     hidden = documents[:, None, places.attending, None] != documents[:, None, None, :]
     if padding is None:
         hidden |= keys > queries
     else:
-        # A row that saw nothing would be no number: what stands for nothing sees itself.
+        # A row without visible keys would give NaN: padding sees itself.
         hidden |= ~(padding[:, None, None] | (keys == queries))
     return _added(hidden, dtype)
 
 
 def _added(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask to add to scores that leaves out what is hidden."""
+    """Return the mask to add to scores that leaves out what is hidden."""
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, torch.finfo(dtype).min)
 
 
@@ -160,8 +160,8 @@ def image_masks(
 def image_mask(inside: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
     """Return the causal mask [b, 1, s, s] to add to scores, in which positions of an image attend to all of it.
 
-    `inside` [b, s] is true on these; images that touch are one, as in transformers. A window hides what lies further
-    before a position.
+    `inside` [b, s] is true on images' positions; adjacent images count as one, as in transformers. A window hides what
+    lies further before a position.
     """
     before = torch.nn.functional.pad(inside, (1, 0))[:, :-1]
     images = (inside & ~before).cumsum(1).masked_fill_(~inside, 0)
@@ -173,9 +173,9 @@ def image_mask(inside: Tensor, window: int | None, dtype: torch.dtype) -> Tensor
 
 
 def padding_mask(mask: Tensor, dtype: torch.dtype, kernel: str) -> Tensor:
-    """Return a mask [b, s] that is false on padding in a kernel's form.
+    """Return, in a kernel's form, a mask [b, s] that is false on padding.
 
-    flash_attention_2 takes it as it is; the others add [b, 1, 1, s] to their scores.
+    flash_attention_2 uses it as it is; the other kernels add [b, 1, 1, s] to their scores.
     """
     if kernel == Attention.FLASH_ATTENTION_2.value:
         return mask

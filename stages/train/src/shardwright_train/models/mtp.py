@@ -1,8 +1,8 @@
 """Multi-token prediction (DeepSeek-AI 2024, DeepSeek-V3, section 2.2): what a batch and a block need in addition.
 
-A layer of depth k is a stock block whose modules are joined by further ones, of `shardwright.models.mtp`: the stock
-model holds them under the published names, from which weights are read and written. The last k positions of a sample,
-whose further token is not in it, see token 0, as in Megatron-LM, and have no label.
+A layer of depth k is a stock block with additional modules, listed in `shardwright.models.mtp`. The stock model has
+them under their published names, as they are read from and written to files. The last k positions of a sample, whose
+further token is not in the sample, see token 0, as in Megatron-LM, and have no label.
 """
 
 import copy
@@ -20,14 +20,14 @@ from shardwright_train.models.stock import States, WithLoss
 from shardwright_train.parallel.vocab import IGNORED, token_embedding
 
 FURTHER_TOKENS, FURTHER_LABELS = "further_tokens", "further_labels"
-"""Keys of the tensors [samples, positions, depths] of a batch: tokens 1, 2, ... positions ahead, and labels of them."""
+"""Keys of the tensors [samples, positions, depths] of a batch: tokens 1, 2, ... positions ahead, and their labels."""
 Call = Callable[[nn.Module, States, Batch, dict[str, Any]], States | WithLoss]
 
 
 def with_further(batch: Batch, depths: int, *, embeds: bool) -> Batch:
     """Return a batch with the further tokens, if this rank `embeds` them, and the further labels, if it has labels.
 
-    Positions are in their order in the sample. A label in another document than its position does not count.
+    Positions are in the order of the sample. A label in another document than its position is ignored.
     """
     batch = dict(batch)
     if embeds:
@@ -49,12 +49,12 @@ def further_labels(batch: Batch, depths: int) -> Tensor:
 
 
 def _ahead(x: Tensor, number: int, filling: int) -> Tensor:
-    """Return, at each position of x [samples, positions], what is a number of positions ahead."""
+    """Return x [samples, positions] shifted: at each position the element `number` positions ahead, else `filling`."""
     return F.pad(x[:, number:], (0, min(number, x.shape[1])), value=filling)
 
 
 def add_modules(block: nn.Module, table: nn.Embedding, norm: nn.Module, depth: int) -> None:
-    """Add to the stock model's block of a depth its further modules, like the stock model's table and last norm."""
+    """Add to the stock block of a depth its additional modules, made like the stock model's `table` and last `norm`."""
     for path in (*NORMS, *([FINAL_NORM] if depth == 1 else [])):
         owner, _, name = path.rpartition(".")
         if owner and not hasattr(block, owner):
@@ -67,15 +67,15 @@ def add_modules(block: nn.Module, table: nn.Embedding, norm: nn.Module, depth: i
 
 
 def plain_table(table: nn.Embedding) -> nn.Embedding:
-    """Return a table without weights like a stock one, which may scale its rows."""
+    """Return a plain table without weights, in the shape of a stock table, which may scale its rows."""
     (rows, features), weight = table.weight.shape, table.weight
     return nn.Embedding(rows, features, table.padding_idx, device=weight.device, dtype=weight.dtype)
 
 
 def join_modules(block: nn.Module, scaled: Callable[[Tensor], Tensor]) -> None:
-    """Make a block with these modules compute from the states before it and the further tokens [samples, positions].
+    """Make a block with these modules compute from the previous states and the further tokens [samples, positions].
 
-    `scaled`: what the model's embedding makes of the rows of its table.
+    `scaled`: the function by which the model's embedding scales the rows of its table.
     """
     block.forward = partial(_forward, block, block.forward, scaled)
 
@@ -93,7 +93,7 @@ def _forward(
 def call_depth(
     call: Call, block: nn.Module, depth: int, states: States, batch: Batch, constants: Mapping[str, Any]
 ) -> States | WithLoss:
-    """Run the block of a depth, by the family's `call`, on all states before it; its states come after these."""
+    """Run the block of a depth, with the family's `call`, on the last of the states; append its states to them."""
     arguments = {**constants["arguments"], FURTHER_TOKENS: batch[FURTHER_TOKENS][..., depth - 1]}
     output = call(block, states[-1:], batch, {**constants, "arguments": arguments})
     if isinstance(output, WithLoss):

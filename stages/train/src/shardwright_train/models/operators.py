@@ -16,9 +16,9 @@ from shardwright.types.model import Traced
 from shardwright_train.torch_private import TorchDispatchMode, storage_key, traced_attention, tree_leaves
 
 TRACED = "traced"
-"""The name under which transformers finds the attention of a trace."""
+"""Name under which transformers finds the attention function of a trace."""
 _MOST_OPERATORS = 5_000
-"""Operators of a layer beyond which it computes position by position, as scans do without kernels of their own."""
+"""A layer with more operators computes position by position, like scans without special kernels."""
 _STARTS_NOTHING = frozenset(
     (
         *(
@@ -36,7 +36,7 @@ _STARTS_NOTHING = frozenset(
         *("unsqueeze", "view", "view_as_complex", "view_as_real"),
     )
 )
-"""Operators that make views, or memory that nothing is written to."""
+"""Operators that start no kernel: they make views, or memory that is not written to."""
 
 
 class Seen:
@@ -52,12 +52,12 @@ class Seen:
         self.kept = dict[int, Tensor]()
         self.product_flops = self.whole_flops = self.attention_flops = self.products = self.widest = self.kernels = 0
         self.wide = Counter[int]()
-        """Elements that products give, by their last length."""
+        """Number of elements of results of matrix products, by their last length."""
         self.heads: dict[str, Any] | None = None
         """Fields of `Heads` of its attention, if transformers calls one by name."""
 
     def counted(self, features: int = 0) -> Traced:
-        """What was seen, as numbers; what is as wide as hidden states of so many `features`, each rank has whole."""
+        """Return the record in numbers; tensors as wide as the hidden states' `features` are whole on each rank."""
         bytes_of = {key: (kept.untyped_storage().nbytes(), kept.dtype) for key, kept in self.kept.items()}
         elements = sum(size // 2 for size, dtype in bytes_of.values() if dtype is torch.bfloat16)
         wide = sum(
@@ -91,14 +91,14 @@ class Trace(TorchDispatchMode):
         self.keeps = True
 
     def begin(self, name: str, module: nn.Module, given: object = (), divided: Sequence[Tensor] = ()) -> None:
-        """Begin a layer; what it is given without a gradient, such as angles, is kept once for all of them."""
+        """Begin a layer; arguments without a gradient, such as angles, are not counted, as all layers share them."""
         self.name, seen = name, Seen(module, divided)
         seen.own |= {storage_key(leaf) for leaf in _tensors(given) if not leaf.requires_grad}
         self.seen[name] = seen
 
     @contextmanager
     def of(self, name: str, module: nn.Module, given: object, divided: Sequence[Tensor]) -> Iterator[None]:
-        """Watch a layer in the midst of another, which goes on behind it."""
+        """Record a layer inside another one, which goes on afterwards."""
         before = self.name
         self.begin(name, module, given, divided)
         try:
@@ -130,8 +130,8 @@ class Trace(TorchDispatchMode):
     ) -> tuple[Tensor, None]:
         """Compute attention for transformers with a flash kernel: queries [samples, heads, positions, features].
 
-        The kernel takes values as wide as keys; what it multiplies is counted without that filling, and without what a
-        window leaves out.
+        The kernel needs values as wide as keys; operations are counted without that padding, and without pairs outside
+        of a window.
         """
         (samples, heads, length, features), wide, seen = queries.shape, values.shape[-1], self.seen[self.name]
         window = sliding_window if sliding_window is not None and sliding_window < length else None
@@ -177,10 +177,10 @@ class Trace(TorchDispatchMode):
         return result
 
     def _flops(self, operator: Any, name: str, args: Any, kwargs: Any, result: Any) -> int | None:
-        """Return the operations of a product; None for other operators."""
+        """Return the number of operations of a matrix product; None for other operators."""
         if self._attends:
             return 0 if "scaled_dot_product" in name else None
-        if name == "_grouped_mm":  # of rows, each with one of several matrices; torch's counter does not know it
+        if name == "_grouped_mm":  # each row times one of several matrices; torch's counter does not know it
             return int(2 * args[0].numel() * args[1].shape[-1])
         if "scaled_dot_product" in name:
             queries, keys, values = (tuple[int, ...](tensor.shape) for tensor in args[:3])
@@ -196,7 +196,7 @@ class Trace(TorchDispatchMode):
 
 
 class _MaskedDropout(TorchFunctionMode):
-    """Dropout as on a GPU, which keeps a mask of a byte an element; a CPU keeps numbers."""
+    """Dropout as on a GPU, which saves a mask of one byte per element; a CPU saves numbers."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

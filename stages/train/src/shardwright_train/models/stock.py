@@ -1,4 +1,4 @@
-"""Stock models of transformers without weights: modules taken from them, their initial weights, how they are split."""
+"""Stock models of transformers without weights: modules taken from them, their initial weights, their sharding."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,8 +26,7 @@ class WithLoss(NamedTuple):
     """The output of a block that has an auxiliary loss.
 
     The auxiliary loss is this rank's part of a sum over samples; the runtime adds its mean over a step to the loss.
-    Ranks with replicas of the block's states compute the same value, ranks with other positions compute other parts of
-    it.
+    Ranks with replicas of the block's states compute the same value, ranks with other positions other parts.
     """
 
     states: States
@@ -46,7 +45,7 @@ class Pieces(nn.Module):
     """Some modules of a stock model, under their original paths, with the family's function that calls them."""
 
     tensor_parallel: TensorParallel
-    """Tensor parallelism of the pieces; set if they are sharded."""
+    """Tensor parallelism of the pieces; set when they are sharded."""
 
     def __init__(self, stock: Any, paths: tuple[str, ...], compute: Callable[..., Any]) -> None:
         super().__init__()
@@ -61,7 +60,7 @@ class Pieces(nn.Module):
             owner.add_module(last, copy.deepcopy(stock.get_submodule(path)))
 
     def through(self, paths: tuple[str, ...], states: Tensor) -> Tensor:
-        """Return the states after some of the modules, applied in order."""
+        """Return the states after the modules at these paths, applied in order."""
         for path in paths:
             states = self.get_submodule(path)(states)
         return states
@@ -90,7 +89,7 @@ class Stacked(nn.Module):
 def unstack(block: nn.Module, stacked: Mapping[str, Sequence[str]], shapes: Mapping[str, Sequence[int]]) -> None:
     """Replace stacked matrices of a block by separate ones: `stacked` maps a path to the paths of its parts.
 
-    `shapes` has the shape of each of the block's parameters; matrices are [outputs, inputs].
+    `shapes`: the shape of each of the block's parameters, by name; matrices are [outputs, inputs].
     """
     for path, parts in stacked.items():
         matrix = dict(block.named_modules()).get(path)
@@ -100,7 +99,7 @@ def unstack(block: nn.Module, stacked: Mapping[str, Sequence[str]], shapes: Mapp
 
 
 def config_class(stock: Any, kind: str) -> Any:
-    """The configuration class of a type, or, under the name of a composite, of the text's class that it has."""
+    """Return the configuration class of a model type; for a composite type, the class of its text model."""
     named, own = CONFIG_MAPPING[kind], getattr(stock, "config_class", None)
     return own if own is not None and not issubclass(named, own) else named
 
@@ -112,7 +111,7 @@ def skeleton(stock: Any, config: Any) -> Any:
 
 
 def with_memory(module: nn.Module, device: torch.device) -> nn.Module:
-    """Allocate parameters on a device, shared ones once; buffers that have values keep them."""
+    """Allocate a module's parameters on a device, shared ones once; buffers that have values keep them."""
     kept = {name: buffer.clone() for name, buffer in module.named_buffers() if not buffer.is_meta}
     first: dict[nn.Parameter, str] = {}
     names = {name: first.setdefault(p, name) for name, p in module.named_parameters(remove_duplicate=False)}
@@ -129,7 +128,7 @@ def with_memory(module: nn.Module, device: torch.device) -> nn.Module:
 
 @contextmanager
 def refusals(problem: str = "transformers cannot build it") -> Iterator[None]:
-    """Raise any error of transformers about a configuration as a ValueError of one line."""
+    """Convert errors of transformers about a configuration to ValueErrors of one line, beginning with `problem`."""
     try:
         yield
     except _REFUSALS as error:
@@ -174,7 +173,7 @@ class _Noted(TorchDispatchMode):
         self._parts: list[tuple[Tensor, str, tuple[int, int] | None]] = [
             (parameter, name, None) for name, parameter in module.named_parameters()
         ]
-        """Parameters and single rows of them."""
+        """Parameters and single rows of them, each with the parameter's name and the range of rows."""
 
     def note(self, x: Tensor, distribution: Distribution) -> None:
         """Record that a part of a parameter is filled, and drop records that it overwrites."""
@@ -190,7 +189,7 @@ class _Noted(TorchDispatchMode):
         if name in _DRAWS and args[0].is_meta:
             self.note(args[0], _DRAWS[name](*args[1:]))
             return args[0]
-        if name.endswith("_") and args[0].is_meta:  # what has values is no parameter
+        if name.endswith("_") and args[0].is_meta:  # a tensor with values is no parameter
             raise UnknownFilling(f"initial weights by {name} are not known")
         made = func(*args, **(kwargs or {}))
         if name == "aten::select" and args[1] == 0:
@@ -216,10 +215,10 @@ def _truncated_normal_noted(fillings: _Noted) -> Iterator[None]:
         TORCH_INIT_FUNCTIONS["trunc_normal_"] = stock
 
 
-# Tensor parallelism of blocks of a stock class, by the plan that transformers has of it.
+# Tensor parallelism of blocks of a stock class, by transformers' plan for the class.
 #
-# A plan names the modules and parameters of a block that are cut, each by a word of
-# `transformers.distributed.tensor_parallel`; classes that have one read their numbers of heads off their matrices.
+# A plan names the modules and parameters of a block that are sharded, each with a word of
+# `transformers.distributed.tensor_parallel`; classes with a plan infer their numbers of heads from their matrices.
 
 
 _COLUMNS, _ROWS = Rule("cut", dim=-2), Rule("cut", dim=-1)
@@ -230,40 +229,40 @@ _RULES: Mapping[str, Rule] = {
     "packed_rowwise": Rule("cut", dim=-1, fused=2),
     "replicated_with_grad_allreduce": INSIDE,
 }
-"""How words cut what is so named, or the parameters of the module that is."""
+"""The rule of each word, for the parameter with that word, or for the parameters of a module with it."""
 _MENDED = {
     "apertus": {"mlp.act_fn": "replicated_with_grad_allreduce"},  # numbers that each rank applies to its own features
     "inkling_text": {"mlp.experts.gate_up_proj": "packed_colwise"},  # its forward pass takes two halves
 }
-"""Words that plans of transformers do not have, or have wrong, so that they do not train what one rank does."""
+"""Words that are missing or wrong in transformers' plans, which would then train another model than a single rank."""
 _LEAVING = ("rowwise", "rowwise_split_input", "moe_tp_experts", "all_reduce")
 """Words of modules whose results are sums over the ranks."""
 _TEXT = "text_config"
 
 
 class StockPlan(NamedTuple):
-    """What a plan of transformers says of the blocks of a type."""
+    """What transformers' tensor-parallel plan says about the blocks of a model type."""
 
     words: Mapping[str, str]
     """Words by the ends of paths in a block."""
     problem: str | None
-    """Why one rank has all of a block."""
+    """The reason why blocks cannot be sharded; None if they can."""
 
     @property
     def rules(self) -> dict[str, Rule]:
-        """How parameters are cut, by the ends of their paths or of their modules'."""
+        """The sharding rules of parameters, by the ends of their paths or of their modules' paths."""
         if self.problem is not None:
             return {}
         cut = {path: _RULES[word] for path, word in self.words.items() if word in _RULES}
-        # What is summed over ranks has a bias added once.
+        # The bias of a sum over ranks is added once.
         return cut | {f"{path}.bias": INSIDE for path, rule in cut.items() if rule is _ROWS}
 
     def leaving(self, block: nn.Module) -> list[str]:
-        """The modules of a block whose results are summed over the ranks, by path."""
+        """Return the paths of a block's modules whose results are summed over the ranks."""
         return [path for path, _ in block.named_modules() if self._word(path) in _LEAVING]
 
     def divide(self, block: nn.Module, tensor_parallel: TensorParallel) -> None:
-        """Make the modules of a block, whose parameters are cut, compute as the plan says."""
+        """Make the modules of a block, whose parameters are sharded, compute as the plan says."""
         shared = _Shared(tensor_parallel, block)
         for path, module in block.named_modules():
             _join_matrices(module, path, self.rules)
@@ -277,7 +276,7 @@ class StockPlan(NamedTuple):
 
 @cache
 def stock_plan(stock: Any, kind: str) -> StockPlan:
-    """The plan of a stock class."""
+    """Return the tensor-parallel plan of a stock class."""
     made = config_class(stock, kind)
     text = (made.sub_configs or {}).get(_TEXT)
     plan = made.base_model_tp_plan or getattr(text, "base_model_tp_plan", None) or {}
@@ -292,7 +291,7 @@ def stock_plan(stock: Any, kind: str) -> StockPlan:
 
 
 def _join_matrices(module: nn.Module, path: str, rules: Mapping[str, Rule]) -> None:
-    """Give a module that computes with matrices side by side these in one, as the stock class has them."""
+    """Make a module compute with fused matrices joined in one, as in the stock class, if they have a separate dim."""
     dims = dict[str, int]()
     for name, parameter in module.named_parameters(recurse=False):
         rule = rule_for(f"{path}.{name}", rules)
@@ -304,14 +303,14 @@ def _join_matrices(module: nn.Module, path: str, rules: Mapping[str, Rule]) -> N
 
 
 class _Shared:
-    """What the divided modules of a block share: modules that are given the same enter once."""
+    """What the sharded modules of a block share: an input that several modules read enters tensor parallelism once."""
 
     def __init__(self, tensor_parallel: TensorParallel, block: nn.Module) -> None:
         self.tensor_parallel, self.block = tensor_parallel, block
         self._entered: tuple[Tensor, Tensor] | None = None
 
     def enter(self, x: Tensor) -> Tensor:
-        """The input of products with columns, whose gradients are summed over the ranks."""
+        """Return the input of column-parallel matrix products, whose gradients are summed over the ranks."""
         if self._entered is None or self._entered[0] is not x:
             with self.tensor_parallel.entered(x) as (entered,):
                 self._entered = x, entered
@@ -319,19 +318,19 @@ class _Shared:
         return self._entered[1]
 
     def leave(self, x: Tensor) -> Tensor:
-        """The sum over the ranks."""
+        """Return the sum over the ranks."""
         self._entered = None
         return self.tensor_parallel.leave(x)
 
     def gathered(self, x: Tensor) -> Tensor:
-        """The features of all ranks, in order."""
+        """Return the features of all ranks, in order."""
         rank, size, group = self.tensor_parallel.rank, self.tensor_parallel.size, self.tensor_parallel.group
         whole = with_transpose(x, lambda x: gather_dim(x, -1, group), lambda dx: dx.chunk(size, -1)[rank].contiguous())
         self.tensor_parallel.randomness.outside()
         return whole
 
     def own(self, x: Tensor) -> Tensor:
-        """This rank's share of features that each rank has whole."""
+        """Return this rank's share of features that are whole on each rank."""
         rank, size, group = self.tensor_parallel.rank, self.tensor_parallel.size, self.tensor_parallel.group
         return with_transpose(x, lambda x: x.chunk(size, -1)[rank].contiguous(), lambda dx: gather_dim(dx, -1, group))
 
@@ -361,7 +360,7 @@ def _experts(module: nn.Module, shared: _Shared) -> None:
     stock = module.forward
 
     def forward(hidden: Tensor, *routed: Tensor) -> Tensor:
-        # Choices of experts, and weights of their results; Llama 4 has weighed what they are given.
+        # `routed`: chosen experts, and weights of their results; Llama 4 weights the experts' inputs instead.
         choices, weights = routed[:1], (copy_to_group(each, shared.tensor_parallel.group) for each in routed[1:])
         return shared.leave(stock(shared.enter(hidden), *choices, *weights))
 
@@ -369,7 +368,7 @@ def _experts(module: nn.Module, shared: _Shared) -> None:
 
 
 def _summed(module: nn.Module, shared: _Shared) -> None:
-    """A module that multiplies by shares of its own: whatever it is given has a part of its gradient on each rank."""
+    """Change a module that multiplies by its own shards: each rank has a part of the gradients of all its inputs."""
     stock, group = module.forward, shared.tensor_parallel.group
 
     def forward(hidden: Tensor, **others: Tensor) -> Tensor:
@@ -380,7 +379,7 @@ def _summed(module: nn.Module, shared: _Shared) -> None:
 
 
 def _latents(module: nn.Module, shared: _Shared) -> None:
-    """A matrix that each rank has whole; of what it gives, heads read rotated features without a further product."""
+    """Change a replicated matrix whose last outputs, the rotated features, heads read without a further matrix."""
     stock, owner = module.forward, next(each for each in shared.block.modules() if module in each.children())
     rotated: Any = owner.qk_rope_head_dim
 
@@ -401,4 +400,4 @@ _COMPUTE: Mapping[str, Callable[[nn.Module, _Shared], None]] = {
     "all_reduce": _summed,
     "mla_kv_a_proj": _latents,
 }
-"""How modules compute, by their words."""
+"""Function that changes a module's computation, by the module's word."""

@@ -19,7 +19,7 @@ from shardwright_train.start import without_collection
 _SIXTEEN_BITS = ("bfloat16", "float16")
 _MIXED_FLOAT16 = ("float32", "float16", "float32")
 OPTIMIZERS_RUN = ("adamw", "adamw-bf16", "adamw-8bit", "sgd", "lion", "muon")
-"""Optimizers whose updates engine/updates.py has, which loads torch."""
+"""Optimizers that engine/updates.py has; listed here, because that file loads torch."""
 _WIDEST_HEAD = 256
 """Largest number of features of a head that flash-attn 2 supports."""
 
@@ -49,7 +49,7 @@ def check_installed(plan: Plan, file: object) -> None:
 
 
 def flash_attn_is_installed() -> bool:
-    """Whether flash-attn 2 is installed; other packages have a module of the same name."""
+    """Return whether flash-attn 2 is installed; other packages have a module of the same name."""
     try:
         version("flash-attn")
     except PackageNotFoundError:
@@ -58,7 +58,7 @@ def flash_attn_is_installed() -> bool:
 
 
 def flash_obstacle(plan: Plan) -> str | None:
-    """Why flash_attention_2 can never run a plan, or None, regardless of installation, device and family."""
+    """Return why flash_attention_2 can never run a plan, or None, regardless of installation, device and family."""
     if _on_cpu(plan):
         return "needs CUDA, but the plan is for cpu"
     if (compute := plan.precision.compute) not in _SIXTEEN_BITS:
@@ -78,7 +78,7 @@ def flash_obstacle(plan: Plan) -> str | None:
 
 
 def without_devices(plan: Plan, plain: str) -> tuple[Plan, str]:
-    """The plan that a dry run runs instead, uncompiled and without flash-attn, and its attention; `plain` is usual."""
+    """Return the plan that a dry run runs instead, uncompiled and without flash-attn, and its attention, or `plain`."""
     here = plan.attention.value if plan.attention in (Attention.EAGER, Attention.SDPA_MATH) else plain
     return msgspec.structs.replace(plan, fused=(), compile=False), here
 

@@ -1,7 +1,8 @@
 """A model without facts, described by its stock class: no weights, and one pass of fake tensors in bfloat16.
 
-What flows where is seen, not known: the blocks are the list of modules as long as the configuration says that has most
-parameters; what runs before the first of them is the embedding, what runs after the last is the head.
+The structure is observed, not known: the blocks are the list of modules with the configured number of layers, the one
+with the most parameters if there are several. What runs before the first block is the embedding, what runs after the
+last is the head.
 """
 
 import inspect
@@ -38,14 +39,14 @@ from shardwright_train.torch_private import FakeTensorMode, tree_leaves
 STATES = "hidden_states"
 _LAYERS = "num_hidden_layers"
 _TOKENS = frozenset(("bos_token_id", "eos_token_id", "pad_token_id"))
-"""Notes of generation that classes read: the row of padding has no gradient."""
+"""Keys for text generation that classes read nevertheless: the row of the padding token has no gradient."""
 _MOST_MODULES = 200_000
-"""Modules of a stock model: DeepSeek-V3, were each of its experts a module, would have 60,000."""
+"""Largest number of modules of a stock model: DeepSeek-V3 would have 60,000 if each expert were a module."""
 _EXPERTS, _ROUTER = ".experts.", "gate"
 _ATTENDS = "att"
 """Part of the names of modules that attend."""
 UNDIVIDED = "undivided_blocks"
-"""What a degree that splits a traced layer must divide: one rank has all of it."""
+"""Name of the number 1, which a degree that splits a traced layer must divide: one rank has all of the layer."""
 
 
 class Whole(NamedTuple):
@@ -58,7 +59,7 @@ class Whole(NamedTuple):
 
 
 def is_traced(config: Config) -> bool:
-    """Return whether a config.json's type has no family here but a causal language model in transformers."""
+    """Return whether a config.json's model type has a causal language model in transformers, but no family here."""
     kind = config.get("model_type")
     return isinstance(kind, str) and not is_known(config) and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -81,8 +82,8 @@ def describe_by_trace(config: Mapping[str, Any], name: str, sequence_length: int
 def built(config: Mapping[str, Any], *, plain: bool = False) -> Whole:
     """Return the stock model of a config.json in bfloat16, to be called with fake tensors.
 
-    Its attention is that of a trace if it calls kernels by name and needs no mask, or, if `plain`, a kernel of torch.
-    Raises ValueError saying what is wrong.
+    If it calls kernels by name and needs no mask, it uses the attention of a `Trace`, unless `plain`; otherwise a
+    kernel of torch. Raises ValueError saying what is wrong.
     """
     kind = config["model_type"]
     stock = stock_class(kind)
@@ -97,7 +98,7 @@ def built(config: Mapping[str, Any], *, plain: bool = False) -> Whole:
 
 
 def configured(stock: Any, config: Mapping[str, Any], kernel: str, experts: str = "grouped_mm") -> Any:
-    """The configuration of a stock class, with the names of its attention's kernel and of its experts' products."""
+    """Return the configuration of a stock class, with the names of its attention kernel and its experts' kernel."""
     made = config_class(stock, config["model_type"])
     with refusals():
         parsed = made(**{key: _number(value) for key, value in config.items() if key not in ("model_type", "dtype")})
@@ -108,7 +109,7 @@ def configured(stock: Any, config: Mapping[str, Any], kernel: str, experts: str 
 
 
 def _number(value: Any) -> Any:
-    """Return a value of a config.json with the numbers that are not finite, which transformers writes as objects."""
+    """Return a value of a config.json with its non-finite numbers, which transformers writes as objects, as floats."""
     if isinstance(value, list):
         return [_number(each) for each in value]
     if isinstance(value, dict):
@@ -117,12 +118,12 @@ def _number(value: Any) -> Any:
 
 
 def stock_class(kind: str) -> Any:
-    """The class of transformers for the causal language models of a type."""
+    """Return transformers' class for causal language models of a type."""
     return getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
 
 
 def plain_kernel(stock: Any) -> str:
-    """The attention of a stock class that needs no further package."""
+    """Return the attention kernel of a stock class that needs no further package."""
     return "sdpa" if stock._supports_sdpa else "eager"
 
 
@@ -137,7 +138,7 @@ def whole_of(model: Any) -> Whole:
 
 
 def calling(forward: Callable[..., Any], tokens: Tensor) -> dict[str, Any]:
-    """The arguments of a stock forward pass of training."""
+    """Return the arguments of a stock forward pass in training."""
     taken = inspect.signature(forward).parameters
     return {"input_ids": tokens} | ({"use_cache": False} if {"use_cache", "kwargs"} & taken.keys() else {})
 
@@ -146,7 +147,7 @@ def _skeleton(stock: Any, config: Any) -> Any:
     """Return a stock model in bfloat16 without values, in training mode, with dropout."""
     with default_dtype(torch.bfloat16), no_init_weights(), _bounded():
         model = stock(config).train()
-        model.tie_weights()  # which a model without initial values leaves out
+        model.tie_weights()  # not done for a model without initial values
         return model
 
 
@@ -213,9 +214,9 @@ def _kinds(blocks: nn.ModuleList, listed: list[str] | None) -> tuple[str, ...]:
 
 
 def _settings(block: nn.Module) -> tuple[Any, ...]:
-    """Return what a block's modules do differently from others of their class, as Gemma 3n's that pass on their keys.
+    """Return the settings in which blocks of one class may differ, such as Gemma 3n's blocks that pass on their keys.
 
-    Integers are left out: one of them is the block's number.
+    Integers are left out: one of them is the block's index.
     """
     return tuple(
         (path, key, value)
@@ -251,13 +252,13 @@ class _Pass(NamedTuple):
     seen: Mapping[str, Seen]
     states: Tensor
     logits: int
-    """Elements of the logits of a sample."""
+    """Number of elements of a sample's logits."""
     early: frozenset[str]
     late: frozenset[str]
 
 
 def _traced(whole: Whole, trace: Trace, length: int, rules: Mapping[str, Rule]) -> _Pass:
-    """Call the stock model with one sample; of each type of block the first runs, the others give what it gave."""
+    """Call the stock model with one sample; the first block of each type runs, the others return the same output."""
     given: dict[str, Any] = {}
     early, late, states = set[str](), set[str](), list[Tensor]()
     last = len(whole.blocks) - 1
@@ -287,7 +288,7 @@ def _traced(whole: Whole, trace: Trace, length: int, rules: Mapping[str, Rule]) 
         if next(module.parameters(recurse=False), None) is not None and not path.startswith(f"{whole.path}."):
             module.register_forward_hook(noted(path))
     if (head := whole.model.get_output_embeddings()) is not None:
-        trace.keep_nothing_of(head)  # The gradient of what it receives takes the place of that.
+        trace.keep_nothing_of(head)  # the gradient of its input overwrites the input
     ids = torch.zeros((1, length), dtype=torch.long)
     trace.begin(EMBEDDING, whole.model)
     with trace.watching():
@@ -298,13 +299,14 @@ def _traced(whole: Whole, trace: Trace, length: int, rules: Mapping[str, Rule]) 
 
 
 def at_place(args: Any, kwargs: Any, place: int | str) -> Tensor:
-    """The argument with a number or a name: a block's hidden states."""
+    """Return the argument with an index or a name: a block's hidden states."""
     return args[place] if isinstance(place, int) else kwargs[place]  # type: ignore[no-any-return]
 
 
 def states_place(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str:
-    """Return the argument of a block with the hidden states: the first with a gradient, or one of that name.
+    """Return the index or name of a block's argument with the hidden states, among those with a gradient.
 
+    It is the first positional argument or the one named `hidden_states`, if any of these has one, or else the first.
     Raises ValueError if there is none.
     """
     reached: list[int | str] = [
@@ -322,7 +324,7 @@ def _model(config: Mapping[str, Any], name: str, length: int, whole: Whole, foun
     embedding, head = _ends(whole, found)
     first = {kind: whole.blocks[whole.kinds.index(kind)] for kind in dict.fromkeys(whole.kinds)}
     blocks = {kind: _block_type(block, found.seen[kind], outputs, whole, plan) for kind, block in first.items()}
-    # What differs in nothing that was seen, such as windows that hold a whole sample, is of one type.
+    # Blocks that differ in nothing that was seen, such as in windows that hold a whole sample, have one type.
     alike = {kind: next(other for other in blocks if blocks[other] == blocks[kind]) for kind in blocks}
     names = {kind: BLOCK if len(set(alike.values())) == 1 else alike[kind] for kind in blocks}
     types = {
@@ -358,9 +360,9 @@ def _is_default(config: Mapping[str, Any], key: str) -> bool:
 
 
 def ends_of(whole: Whole, early: Collection[str], late: Collection[str]) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the modules outside of blocks with parameters, by path: first of the embedding, then of the head.
+    """Return the paths of modules outside of blocks with parameters: first the embedding's, then the head's.
 
-    They are of the end that they ran in, or else that they stand in.
+    Modules belong to the end in which they ran; if they did not run, to the one in which they are registered.
     """
     embedding, head, behind = set[str](), set[str](), False
     for name, _ in whole.model.named_parameters(remove_duplicate=False):
@@ -373,7 +375,7 @@ def ends_of(whole: Whole, early: Collection[str], late: Collection[str]) -> tupl
 
 
 def _ends(whole: Whole, found: _Pass) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-    """The parameters of embedding and head, each once, by the first of its names there."""
+    """Return the parameters of embedding and head, each once, by the first of its names there."""
     ends = tuple(dict[str, nn.Parameter]() for _ in range(2))
     for owners, parameters in zip(ends_of(whole, found.early, found.late), ends, strict=True):
         names: dict[int, str] = {}
@@ -392,7 +394,7 @@ def _described(parameters: Mapping[str, nn.Parameter]) -> tuple[Parameter, ...]:
 
 
 def _parameters(block: nn.Module, found: Sequence[Cut]) -> tuple[Parameter, ...]:
-    """The parameters of a block, as tensor parallelism cuts them, and the buffers that files have."""
+    """Return the parameters of a block, as tensor parallelism shards them, and the buffers that files have."""
     files, buffers = block.state_dict(), dict(block.named_buffers())
     kept = [
         Parameter(name=name, shape=tuple(b.shape), buffer=True, frozen=True)
@@ -405,7 +407,7 @@ def _parameters(block: nn.Module, found: Sequence[Cut]) -> tuple[Parameter, ...]
 def _block_type(
     block: nn.Module, seen: Seen, outputs: tuple[BoundaryTensor, ...], whole: Whole, plan: StockPlan
 ) -> LayerType:
-    """The type of a block, which ranks split as the plan of its class says."""
+    """Return the type of a block, which ranks split as the plan of its class says."""
     found, leaving = tuple(cuts(block, plan.rules)), plan.leaving(block)
     counted = replace(seen.counted(outputs[0].features), path=whole.path, **_linear(block))
     made = _layer_type(_parameters(block, found), seen, outputs, counted)
@@ -427,7 +429,7 @@ def _block_type(
 
 
 def _heads(config: Any) -> dict[str, int]:
-    """Every number of heads of a configuration: whatever splits heads cuts none."""
+    """Return every number of heads of a configuration, by key: a degree must divide them, so that no head is cut."""
     of_text = config.get_text_config(decoder=True).to_dict().items()
     return {key: value for key, value in of_text if key.endswith("heads") and type(value) is int and value > 0}
 
@@ -473,7 +475,7 @@ def _of_experts(kind: str) -> tuple[str, ...]:
 
 
 def _linear(module: nn.Module, besides: str | None = None) -> dict[str, tuple[str, ...]]:
-    """Return the modules that are a Linear, and those that peft takes for one, by `Traced`'s names of both."""
+    """Return the paths of Linear modules, and of modules that peft treats like them, by `Traced`'s names of both."""
     found = [
         (type(each) is nn.Linear, path)
         for path, each in module.named_modules()

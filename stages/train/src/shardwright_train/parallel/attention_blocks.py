@@ -1,7 +1,7 @@
-"""Attention of queries to blocks of keys, with log-sum-exps by which results of several blocks are merged.
+"""Attention of queries to blocks of keys, with the log-sum-exps that merge the results of several blocks.
 
-Kernels that return logarithms are the operators behind `scaled_dot_product_attention` (Rabe and Staats 2021; Dao et
-al. 2022). The gradients of a block follow from only the merged output and logarithm (Liu et al. 2023).
+The kernels that return them are the operators that `scaled_dot_product_attention` calls (Rabe and Staats 2021; Dao et
+al. 2022). The gradients of a block follow from only the merged output and log-sum-exp (Liu et al. 2023).
 """
 
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ from shardwright_train.torch_private import (
 _HEADS, _FEATURES = 1, -1
 _SHORT = (torch.float16, torch.bfloat16)
 _ROWS = 32
-"""Multiple of queries to which the memory-efficient kernel pads its logarithms."""
+"""The memory-efficient kernel pads its log-sum-exps to a multiple of this many queries."""
 _ALIGNMENT = 8
-"""Rows of a mask in the memory-efficient kernel, and heads in the flash kernel, must be multiples of this."""
+"""Row strides of masks for the memory-efficient kernel, and features of a head for flash, must be multiples of this."""
 _WIDEST_FLASH, _FLASH_CAPABILITY = 256, (8, 0)
-"""Largest heads and least compute capability of the flash kernel."""
+"""Largest number of features of a head, and lowest compute capability, for the flash kernel."""
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
@@ -58,9 +58,9 @@ class Attended(NamedTuple):
 
 
 def nothing_attended(query: Tensor, features: int) -> Attended:
-    """Return the attention of queries [b, heads, q, d] to no keys, for values of a width, in float32 or wider.
+    """Return the attention of queries [b, heads, q, d] to no keys, for values of `features`, in float32 or wider.
 
-    Its output lies in memory as [b, q, heads, d], which is what the product behind attention reads.
+    Its output lies in memory as [b, q, heads, features], as the matrix product after attention reads it.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     shape = *query.transpose(1, 2).shape[:-1], features
@@ -72,7 +72,8 @@ def nothing_attended(query: Tensor, features: int) -> Attended:
 class Block:
     """Attention of queries [b, heads, q, d] to a block of keys and values [b, kv_heads, k, d or other features].
 
-    Kernels are given equal features: zeros behind the narrower ones change no score and are cut off results.
+    Kernels get equally many features: narrower tensors are padded with zeros, which change no score and are cut off
+    the results.
     """
 
     scale: float
@@ -160,7 +161,7 @@ class Block:
     def _bias(self, query: Tensor) -> Tensor | None:
         """Return a mask to add to scores; it is finite, so that queries without visible keys give numbers.
 
-        Its rows lie as far apart as the memory-efficient kernel asks, whatever the number of keys.
+        Its rows have the stride that the memory-efficient kernel requires, whatever the number of keys.
         """
         if self.seen is None:
             return None
@@ -171,21 +172,21 @@ class Block:
 
 
 class Piece(NamedTuple):
-    """A part of a rank's queries and of some keys and values together, with their block."""
+    """A block of attention, with its slices of a rank's queries, and of keys and values joined in one tensor."""
 
     queries: slice
     keys: slice
     block: Block
 
     def add(self, total: Attended, query: Tensor, both: Tensor) -> None:
-        """Merge the attention of the part into the attention of all queries, in place."""
+        """Merge this piece's attention into `total`, the attention of all queries, in place."""
         key, value = parted(both[..., self.keys, :], query.shape[_FEATURES])
         total.rows(self.queries).add(self.block.attend(query[:, :, self.queries], key, value))
 
     def add_gradients(
         self, of_query: Tensor, of_both: Tensor, gradient: Tensor, query: Tensor, both: Tensor, attended: Attended
     ) -> None:
-        """Add the gradients of the part, for the merged attention of all queries and its gradient, in place."""
+        """Add this piece's gradients in place; `attended` and `gradient`: all queries' attention and its gradient."""
         features, rows = query.shape[_FEATURES], attended.rows(self.queries)
         key, value = parted(both[..., self.keys, :], features)
         inputs = query[:, :, self.queries], key, value
@@ -223,11 +224,11 @@ def _equally_wide(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _repeated(x: Tensor, query: Tensor) -> Tensor:
-    """Keys or values with a head for each of the queries'."""
+    """Return keys or values, with heads repeated to the number of the queries' heads."""
     return x.repeat_interleave(query.shape[_HEADS] // x.shape[_HEADS], _HEADS)
 
 
 def _folded(x: Tensor, heads: int) -> Tensor:
-    """Gradients of repeated heads, summed over the repetitions."""
+    """Return the gradients of repeated heads, summed over the repetitions."""
     groups: Tensor = x.unflatten(_HEADS, (heads, -1))
     return groups.sum(_HEADS + 1)

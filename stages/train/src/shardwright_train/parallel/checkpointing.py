@@ -1,7 +1,7 @@
 """Activation recomputation in the backward pass (Chen et al. 2016), for plain and compiled blocks.
 
-Selective recomputation keeps results of matrix products, of attention, and of sums over ranks; of attention whose keys
-go round a ring, the merged result. The result of a product that is summed over ranks is not kept: a replay reuses the
+Selective recomputation keeps the results of matrix products, of attention, and of sums over ranks; of ring attention it
+keeps the merged result. The result of a matrix product that is summed over ranks is not kept: a replay reuses the
 kept sum, and omits the product. PyTorch's own contexts refuse a replay that omits something. Parts of a layer, such as
 a norm, can be recomputed one by one: then their results are freed.
 
@@ -40,9 +40,10 @@ from shardwright_train.torch_private import (
 
 # Results that are freed once they have been read, and computed again in the backward pass just before it reads them.
 #
-# Of a part of a layer the forward pass keeps the inputs. What reads its results saves, in place of
-# these, a recipe: the first that asks for one computes the part again, and the part's own backward pass, which comes
-# last, uses what that computed and forgets it. Megatron-LM's output-discarding checkpoints do the same.
+# Of a part of a layer the forward pass keeps only the inputs. Operations that read the part's results save a recipe in
+# place of them. In the backward pass the first operation that needs a result computes the part again; the part's own
+# backward pass, which comes last, uses these results and forgets them. Megatron-LM's output-discarding checkpoints do
+# the same.
 
 
 Function = Callable[..., Sequence[Tensor]]
@@ -89,7 +90,7 @@ class _Part(torch.autograd.Function):
 
 
 class _Freed(NamedTuple):
-    """What autograd holds of a result, or of a view of it."""
+    """What autograd saves in place of a result, or of a view of it."""
 
     recipe: _Recipe
     number: int
@@ -105,13 +106,13 @@ class _Result(NamedTuple):
 
 
 class FreedResults:
-    """The results that are freed of one pass through a layer, while it runs; saved tensors are known by storage."""
+    """The freed results of one pass through a layer, while it runs; saved tensors are recognized by their storages."""
 
     def __init__(self) -> None:
         self._of_storage = weakref.WeakKeyDictionary[Any, _Result]()
 
     def part(self, function: Function, results: Sequence[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return the results that `function` has of the inputs as results of a part that is computed again."""
+        """Return `results`; the backward pass computes them again, as `function` of the inputs."""
         recipe = _Recipe(function)
         given: tuple[Tensor, ...] = _Part.apply(recipe, results, *inputs)  # type: ignore[no-untyped-call]
         for number, x in enumerate(given):
@@ -120,7 +121,7 @@ class FreedResults:
 
     @contextmanager
     def freeing(self) -> Iterator[None]:
-        """Save recipes instead of results inside."""
+        """Make autograd save recipes instead of these results inside the `with` block."""
         with saved_tensors_hooks(self._pack, _unpack):
             yield
 
@@ -176,14 +177,14 @@ class KeptResults(TorchDispatchMode):
         self._replays = True
 
     def product(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """A matrix product whose result is summed over ranks."""
+        """Return a matrix product whose result is only needed for a sum over ranks: it is not kept."""
         self._is_summed = True
         result = function(*args, **kwargs)
         self._is_summed = False
         return result
 
     def again(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
-        """A function's result, computed without keeping any products."""
+        """Return a function's result without keeping its matrix products."""
         self._repeats = True
         result = function(*args)
         self._repeats = False
@@ -201,7 +202,7 @@ class KeptResults(TorchDispatchMode):
         return attended
 
     def sum(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """The sum over ranks of a matrix product's partial results."""
+        """Return the sum over ranks, by `function`, of a matrix product's parts; a replay returns the kept sum."""
         if self._replays:
             kept = self._results.pop(0)
             return with_transpose(x, lambda _: kept, lambda gradient: gradient)
@@ -210,9 +211,10 @@ class KeptResults(TorchDispatchMode):
         return x
 
     def _unread(self, args: Sequence[Tensor]) -> Tensor:
-        """Stand in once for the last product, whose result is not kept: split passes replay it only for its input.
+        """Return an empty result, once, in place of the last matrix product, whose result is not kept.
 
-        A joint pass never replays it: one that would has lost a result that something reads.
+        With split backward passes it is replayed only for its input. A joint pass never replays it: if it does, then
+        a result that something reads was lost.
         """
         if not self._may_lack_last:
             raise RuntimeError("a replay has more products than the pass that it repeats")
@@ -253,7 +255,7 @@ class Recomputation:
     """What a layer recomputes in its backward pass.
 
     `keeps_last`: whether something is kept after the layer's last sum over ranks, so that a selective replay needs it.
-    `splits`: whether its backward passes leave products to weight passes. `parts`: those recomputed one by one.
+    `splits`: whether its backward passes leave matrix products to weight passes. `parts`: parts recomputed one by one.
     """
 
     def __init__(self, keeps_last: bool, splits: bool = False, parts: frozenset[RecomputedPart] = frozenset()) -> None:
@@ -267,7 +269,7 @@ class Recomputation:
     def full(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return a function's result, saving only its inputs; the function seeds its own random numbers.
 
-        Inputs that are results of parts are freed, too; nothing inside is freed by itself.
+        Inputs that are freed results of parts stay freed; inside the function no part's results are freed separately.
         """
         # PyTorch saves the tensors among positional arguments, so that hooks see them; it must not get them otherwise.
         count = len(args)
@@ -285,7 +287,7 @@ class Recomputation:
         return checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
     def selective(self, function: Callable[..., Any], *args: Any) -> Any:
-        """A function's result, keeping its inputs, products, attention and sums over ranks for backward."""
+        """Return a function's result, keeping its inputs, matrix products, attention and sums for the backward pass."""
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
             kept, numbers = KeptResults(self._keeps_last, self._splits), _KeptNumbers()
@@ -304,15 +306,15 @@ class Recomputation:
 
     @property
     def frees(self) -> bool:
-        """Whether the results of parts are freed in the pass that is going on."""
+        """Whether the results of parts are freed in the current pass."""
         return self._freed is not None
 
     def part(self, function: Function, results: Sequence[Tensor], *inputs: Tensor) -> Sequence[Tensor]:
-        """Return results, which are computed again by `function` of the inputs if results of parts are freed."""
+        """Return `results`; if results of parts are freed, the backward pass computes them again with `function`."""
         return results if self._freed is None else self._freed.part(function, results, *inputs)
 
     def freed(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Return a function's result, which is computed again if results of parts are freed."""
+        """Return a function's result; if results of parts are freed, the backward pass computes it again."""
         if self._freed is None or not any(x.requires_grad for x in inputs):
             return function(*inputs)
         with torch.no_grad():
@@ -320,7 +322,7 @@ class Recomputation:
         return self.part(lambda *inputs: (function(*inputs),), (result,), *inputs)[0]
 
     def of_experts(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Return the result of experts' activation function, as `freed` if these are recomputed by themselves."""
+        """Return the result of the experts' activation function; it is freed if the strategy recomputes this part."""
         asked = RecomputedPart.EXPERT_ACTIVATIONS in self._parts
         return self.freed(function, *inputs) if asked else function(*inputs)
 
@@ -329,15 +331,15 @@ class Recomputation:
         return function(*args, **kwargs) if self._kept is None else self._kept.product(function, *args, **kwargs)
 
     def again(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
-        """Return a function's result, whose products are recomputed: low-rank ones cost little, and are needed."""
+        """Return a function's result; its matrix products are not kept: low-rank products are cheap to recompute."""
         return function(*args) if self._kept is None else self._kept.again(function, *args)
 
     def whole(self, function: Callable[[], Attended]) -> Attended:
-        """The attention that a function computes in parts, without gradients: that over a ring."""
+        """Return the attention that a function computes in parts, without gradients, as over a ring."""
         return function() if self._kept is None else self._kept.whole(function)
 
     def sum(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """The sum over ranks of a matrix product's partial results."""
+        """Return the sum over ranks, by `function`, of a matrix product's partial results."""
         return function(x) if self._kept is None else self._kept.sum(function, x)
 
     def read(self, x: Tensor) -> list[int]:
@@ -371,7 +373,7 @@ def apply_activation_checkpointing(
 ) -> None:
     """Recompute a block's attention or MLP if its strategy requires it; whole blocks are recomputed by the caller.
 
-    Each part draws from a seed of its own, so that it draws the same whether it is recomputed or not.
+    Each part has its own seed, so that it draws the same random numbers whether it is recomputed or not.
     """
     for name in (*parts.attention, *parts.mlp):
         repeats = recomputation if part_of(name, parts) is recompute.half else None
@@ -408,7 +410,7 @@ def _seeded(
 ) -> Callable[..., Any]:
     @wraps(stock)  # some stock blocks read a part's signature
     def call(*args: Any, **kwargs: Any) -> Any:
-        # That of the forward pass: the backward pass, which computes again, has none.
+        # The key of the forward pass: the backward pass, which computes again, has none.
         rng_key = randomness.current
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -423,7 +425,7 @@ def _seeded(
 
 
 def _recomputed(policy: _Policy | None, stock: Callable[..., Any]) -> Callable[..., Any]:
-    """The recomputing function; a partial object would give each layer a separate graph."""
+    """Return `stock` with recomputation, as a function: a partial object would give each layer a separate graph."""
     kept: dict[str, Any] = {}
     if policy is not None:
         kept = {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
@@ -442,13 +444,13 @@ def _all_but_gathers(_: SelectiveCheckpointContext, operator: Any, *_args: Any, 
 
 
 def _selective(_: SelectiveCheckpointContext, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    """Return whether to save an operator's result: products, attention and sums, but no product that is summed."""
+    """Return whether to save an operator's result, as matrix products, attention and sums over ranks are."""
     keeps = operator in (*_SUMS, *_PRODUCTS) or _is_attention(operator)
     return CheckpointPolicy.PREFER_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _is_attention(operator: Any) -> bool:
-    """Whether an operator computes attention as a whole."""
+    """Return whether an operator computes attention as a whole."""
     name: str = operator.name()
     return name.startswith(_ATTENTION)
 

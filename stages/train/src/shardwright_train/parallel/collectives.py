@@ -1,9 +1,9 @@
 """Differentiable collectives on activations: inside tensor-parallel groups, and between layouts.
 
 A collective is linear, so its gradient is its transpose: all-gather and reduce-scatter are transposes of each other, as
-are the identity (on replicated input) and all-reduce; all-to-all is its own, with split and gather dims swapped. These
-are the operators f, g of Shoeybi et al. (2019) and g, g-bar of Korthikanti et al. (2022), who also gather the inputs of
-products again in the backward pass instead of keeping them.
+are the identity (on replicated input) and all-reduce; all-to-all is its own transpose, with split and gather dims
+swapped. These are the operators f, g of Shoeybi et al. (2019) and g, g-bar of Korthikanti et al. (2022), who also
+gather the inputs of matrix products again in the backward pass instead of keeping them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -53,12 +53,12 @@ def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum [b, s, h] over the ranks and leave each its [b, s/n, h]; the gradient is gathered."""
+    """Sum [b, s, h] over the ranks and give each its part [b, s/n, h]; the gradient is gathered."""
     return _differentiable(x, group, _scatter, _gather)
 
 
 def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The tensor unchanged, to be used differently on each rank; its gradient is summed over the ranks."""
+    """Return the tensor unchanged, to be used differently on each rank; its gradient is summed over the ranks."""
     return _differentiable(x, group, _same, _sum)
 
 
@@ -96,14 +96,14 @@ def _scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_dim(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """The tensors of all ranks, concatenated along a dim; without a gradient."""
+    """Return the tensors of all ranks, concatenated along a dim; without a gradient."""
     stacked = x.new_empty((group.size(), *x.shape))
     dist.all_gather_into_tensor(stacked.view(-1), x.contiguous().view(-1), group=group)
     return torch.cat(stacked.unbind(0), dim)
 
 
 def scatter_dim(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part along a dim of the sum of a tensor over the ranks; without a gradient."""
+    """Return this rank's part, along a dim, of the sum of a tensor over the ranks; without a gradient."""
     stacked = torch.stack(x.chunk(group.size(), dim))
     mine = torch.empty_like(stacked[0])
     dist.reduce_scatter_tensor(mine.view(-1), stacked.view(-1), group=group)
@@ -131,10 +131,10 @@ def _all_to_all(x: Tensor, split: int, gather: int, group: dist.ProcessGroup) ->
 
 @contextmanager
 def gathered_again(inputs: Sequence[Tensor], group: dist.ProcessGroup) -> Iterator[list[Tensor]]:
-    """Yield tensors [b, s/n, h] of each rank as [b, s, h] on all, for the products called inside.
+    """Yield tensors [b, s/n, h] of each rank as [b, s, h] on all, for the matrix products called inside.
 
-    The products' backward passes keep only this rank's share of the gathered tensors, and gather it again, once. The
-    gradients are summed and scattered.
+    Only this rank's share of the gathered tensors is kept for the products' backward passes, which gather it again,
+    once. The gradients are summed and scattered.
     """
     with gathered_again_by(inputs, partial(gather_sequence, group=group)) as gathered:
         yield gathered
@@ -142,14 +142,14 @@ def gathered_again(inputs: Sequence[Tensor], group: dist.ProcessGroup) -> Iterat
 
 @contextmanager
 def gathered_again_by(inputs: Sequence[Tensor], gather: Move) -> Iterator[list[Tensor]]:
-    """Yield tensors gathered by a differentiable function, for functions called in the block, as `gathered_again`.
+    """Yield tensors gathered by a differentiable function, for any function called inside; see `gathered_again`.
 
-    Gathered tensors have storages that nothing else shares.
+    `gather` must return tensors whose storages nothing else shares.
     """
     pack_around, unpack_around = hooks_around()
     shards = [_GatheredShard(pack_around(x.detach()), unpack_around, gather) for x in inputs]
     gathered = [shard.gathered(x) for shard, x in zip(shards, inputs, strict=True)]
-    # Storages stand for tensors: products keep views.
+    # Tensors are recognized by their storages, because matrix products keep views.
     owners = {id(x.untyped_storage()): shard for x, shard in zip(gathered, shards, strict=True)}
 
     def pack(x: Tensor) -> Any:
@@ -168,7 +168,7 @@ class _GatheredShard:
         self._regathered: Tensor | None = None
 
     def gathered(self, x: Tensor) -> Tensor:
-        """The tensor itself, gathered; differentiable."""
+        """Return `x` gathered, for the forward pass; differentiable."""
         return with_transpose(self._gather(x), lambda x: x, self._used)
 
     def regathered(self) -> Tensor:
@@ -197,7 +197,7 @@ class _View(NamedTuple):
 
 @dataclass(frozen=True)
 class RedistributionSite:
-    """The place of redistribution: rank `me` among the `ranks` of a pipeline stage, and the size of the tensor."""
+    """Where a redistribution takes place: `me`, an index in the `ranks` of a stage, and the size of the tensor."""
 
     ranks: tuple[int, ...]
     me: int
@@ -209,15 +209,15 @@ class RedistributionSite:
 class Redistribution:
     """The change from `source` to `target` layout for one rank of a pipeline stage.
 
-    Called on [samples, positions, features] of the source's activation shard, it returns the target's; the gradient
-    takes the reverse way. A layout with replicas expects the full gradient on each of them, and gives it.
+    Called on this rank's shard [samples, positions, features] in the source layout, it returns the shard in the target
+    layout; the gradient takes the reverse way. In a layout with replicas each replica has the full gradient.
     """
 
     def __init__(self, source: Layout, target: Layout, site: RedistributionSite) -> None:
         self.forward_move, self.backward_move = _Move(source, target, site), _Move(target, source, site)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """A tensor moved to the target layout; differentiable."""
+        """Return a tensor moved to the target layout; differentiable."""
         return with_transpose(x, self.forward_move, self.backward_move)
 
 
@@ -261,12 +261,12 @@ class _Move:
 
 
 def _counts(tensors: Sequence[Sequence[Tensor]]) -> list[int]:
-    """The counts of elements to exchange with each rank of the group."""
+    """Return the number of elements to exchange with each rank of the group."""
     return [sum(x.numel() for x in with_peer) for with_peer in tensors]
 
 
 def window(piece: ActivationShard, full: ActivationShard) -> Window:
-    """The place of a piece in a tensor that is a larger part of the microbatch."""
+    """Return the slices of a piece inside the tensor of `full`, a larger part of the microbatch that contains it."""
     return (
         slice(piece.batch_start - full.batch_start, piece.batch_end - full.batch_start),
         slice(piece.sequence_start - full.sequence_start, piece.sequence_end - full.sequence_start),

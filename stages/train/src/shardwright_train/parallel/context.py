@@ -1,9 +1,9 @@
 """Context parallelism: attention of the positions of one rank to the keys of all ranks of its group.
 
 Positions lie in memory in the order of the plan, and ranks hold equal contiguous shares of it. Whatever the order, a
-rank works on its share in rising order of positions: then the keys of another rank that it sees are a rectangle of
-queries and keys, if positions are in natural order or zig-zag. Keys and values are gathered (Llama team 2024), or
-passed around a ring (Liu et al. 2023); partial results are joined by their log-sum-exp.
+rank computes its share in ascending order of positions: in natural or zig-zag order, the visible pairs of its queries
+and another rank's keys then form a rectangle. Keys and values are gathered (Llama team 2024), or passed around a ring
+(Liu et al. 2023); partial results are merged by their log-sum-exps.
 """
 
 from bisect import bisect_left, bisect_right
@@ -43,7 +43,7 @@ class ContextShares:
     order: Sequence[int]
     """Position at each place in memory; all positions, each once."""
     size: int
-    """Number of ranks, which divides them."""
+    """Number of ranks, which divides the number of positions."""
 
     @property
     def length(self) -> int:
@@ -56,11 +56,11 @@ class ContextShares:
         return _argsort(self.order)
 
     def rising(self, rank: int) -> list[int]:
-        """The places inside a rank's share of its positions in rising order [s/n]."""
+        """Return the places, inside a rank's share, of its positions in ascending order [s/n]."""
         return _argsort(self._share(rank))
 
     def is_rising(self, rank: int) -> bool:
-        """Whether a rank's positions are in memory in ascending order, as with the largest cp_size."""
+        """Return whether a rank's positions are in memory in ascending order, as with the largest cp_size."""
         return list(self._share(rank)) == self.positions(rank)
 
     def positions(self, rank: int) -> list[int]:
@@ -68,7 +68,7 @@ class ContextShares:
         return sorted(self._share(rank))
 
     def places(self, rank: int) -> list[int]:
-        """The places in memory of a rank's positions in rising order [s/n]."""
+        """Return the places in memory of a rank's positions in ascending order [s/n]."""
         return [rank * self.length + place for place in self.rising(rank)]
 
     def runs(self, rank: int) -> Iterator[tuple[slice, int]]:
@@ -79,7 +79,7 @@ class ContextShares:
             yield slice(first, end), positions[end - 1] + 1
 
     def rectangle(self, rank: int, source: int, causal: bool) -> Rectangle | None:
-        """The smallest rectangle with all visible pairs of a rank's queries and keys of `source`."""
+        """Return the smallest rectangle with all visible pairs of a rank's queries and keys of `source`, or None."""
         if not causal:
             return Rectangle(slice(0, self.length), slice(0, self.length), False, True)
         queries, keys = self.positions(rank), self.positions(source)
@@ -98,9 +98,9 @@ def _argsort(numbers: Sequence[int]) -> list[int]:
 
 
 def visible(queries: Tensor, keys: Tensor, causal: bool, documents: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Which keys each query sees [b, 1, q, k], or [1, 1, q, k] without documents.
+    """Return which keys each query sees [b, 1, q, k], or [1, 1, q, k] without documents.
 
-    By their positions [q] and [k], and their numbers of documents [b, q] and [b, k].
+    `queries` [q] and `keys` [k] are their positions; `documents` their document numbers [b, q] and [b, k].
     """
     seen = queries[:, None] >= keys if causal else queries.new_ones(len(queries), len(keys), dtype=torch.bool)
     if documents is None:
@@ -114,16 +114,16 @@ def visible(queries: Tensor, keys: Tensor, causal: bool, documents: tuple[Tensor
 
 @dataclass(frozen=True)
 class ContextAttention:
-    """Attention of this rank's positions to a whole group's; subclasses communicate keys and values."""
+    """Attention of this rank's positions to its whole group's positions; subclasses communicate keys and values."""
 
     shares: ContextShares
     group: dist.ProcessGroup
     causal: bool
     reduce: torch.dtype
-    """Format in which gradients of keys and values go between ranks."""
+    """Format in which gradients of keys and values are sent between ranks."""
     device: torch.device
     keep: Callable[[Callable[[], Attended]], Attended] = call
-    """Function that calls another, or returns what that returned when it was called first: selective recomputation."""
+    """Function that calls the given one; under selective recomputation a replay returns the first call's result."""
 
     @cached_property
     def is_rising(self) -> bool:
@@ -132,7 +132,7 @@ class ContextAttention:
 
     @cached_property
     def rising_order(self) -> Tensor:
-        """The places inside this rank's share of its positions in rising order [s/n]."""
+        """The places, inside this rank's share, of its positions in ascending order [s/n]."""
         return torch.tensor(self.shares.rising(self.group.rank()), device=self.device)
 
     @cached_property
@@ -150,18 +150,18 @@ _HEADS, _POSITIONS = 2, 3
 
 @dataclass(frozen=True)
 class GatherAttention(ContextAttention):
-    """Attention of this rank's positions to a group's, with gathered keys and values."""
+    """Attention of this rank's positions to its group's positions, with gathered keys and values."""
 
     keeps: bool = False
-    """Whether gathered keys and values are kept for the backward pass: if a replay gathers them right before it."""
+    """Whether gathered keys and values are kept for the backward pass: useful if a replay gathers them just before."""
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, documents: Tensor | None = None
     ) -> Tensor:
         """Return the attention of queries [b, heads, s/n, d] to keys [b, kv_heads, s/n, d] and values of all ranks.
 
-        Each rank gives its positions in memory order; `documents` [b, s] number those of all positions, in that order:
-        none sees another document.
+        Each rank gives its positions in memory order. `documents` [b, s]: the document numbers of all positions in that
+        order; no position sees another document.
         """
         output: Tensor = _Gathered.apply(query, key, value, self, self.pieces(scale, documents))  # type: ignore[no-untyped-call]
         return output
@@ -169,8 +169,9 @@ class GatherAttention(ContextAttention):
     def pieces(self, scale: float, documents: Tensor | None = None) -> tuple[Piece, ...]:
         """Return the parts of attention, for queries in ascending order of positions and all keys in that order.
 
-        A mask of more keys than queries would have to end at the last of both, and kernels differ in where theirs do.
-        So each run of positions attends to all keys before it, and to itself under a mask.
+        A causal mask over more keys than queries would have to be aligned at the last of both, and kernels differ in
+        where they align it. So each run of neighbouring positions attends to all keys before it without a mask, and to
+        itself under a causal mask.
         """
         mine, everything = slice(0, self.shares.length), slice(0, len(self.shares.order))
         if documents is not None:
@@ -183,8 +184,8 @@ class GatherAttention(ContextAttention):
     def gathered(self, key: Tensor, value: Tensor, repeat: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield keys and values [b, kv_heads, s, features] of all ranks in memory order, for any kernel called inside.
 
-        Each head is repeated, for kernels that take as many as of queries. The kernel keeps only this rank's, and
-        gathers the others again in its backward pass, unless gathered ones are kept.
+        Each head is repeated `repeat` times, for kernels that need as many heads as queries have. For the backward pass
+        only this rank's keys and values are kept, and then gathered again, unless `keeps`.
         """
 
         def there(x: Tensor) -> Tensor:
@@ -201,33 +202,33 @@ class GatherAttention(ContextAttention):
             yield parted(both, features)
 
     def seen(self, documents: Tensor | None) -> Tensor:
-        """Which keys [b or 1, 1, s/n, s] this rank's positions see, both in memory order."""
+        """Return which keys [b or 1, 1, s/n, s] this rank's positions see, both in memory order."""
         first = self.group.rank() * self.shares.length
         mine = slice(first, first + self.shares.length)
         numbers = None if documents is None else (documents[:, mine], documents)
         return visible(self._positions[mine], self._positions, self.causal, numbers)
 
     def scattered(self, gradient: Tensor) -> Tensor:
-        """The sum over the ranks of gradients of gathered keys and values, for this rank's positions."""
+        """Return the sum over the ranks of gradients of gathered keys and values, for this rank's positions."""
         if self.group.size() == 1:
             return gradient
         return scatter_dim(gradient.to(self.reduce), _POSITIONS, self.group).to(gradient.dtype)
 
     def gathered_in_order(self, key: Tensor, value: Tensor) -> Tensor:
-        """Keys and values of all ranks together, in the order of their positions; without gradients."""
+        """Return all ranks' keys and values in one tensor, in ascending order of positions; without gradients."""
         both = self._gather(joined(key, value))
         return both.index_select(_POSITIONS, self._natural)
 
     def scattered_from_order(self, gradient: Tensor) -> Tensor:
-        """The sum over the ranks of gradients, in that order, for this rank's positions."""
+        """Return the sum over the ranks of gradients in ascending order of positions, for this rank's positions."""
         return self.scattered(gradient.index_select(_POSITIONS, self._positions))
 
     def rising(self, x: Tensor) -> Tensor:
-        """This rank's rows [b, heads, s/n, ...] in rising order of positions."""
+        """Return this rank's rows [b, heads, s/n, ...] in ascending order of positions."""
         return x if self.is_rising else x.index_select(2, self.rising_order)
 
     def in_memory_order(self, x: Tensor) -> Tensor:
-        """Return rows in ascending order of positions, reordered as in memory."""
+        """Return this rank's rows in memory order, given in ascending order of positions."""
         return x if self.is_rising else x.index_select(2, self.memory_order)
 
     def _gather(self, both: Tensor) -> Tensor:
@@ -310,15 +311,15 @@ class _Step(NamedTuple):
 
 @dataclass(frozen=True)
 class RingAttention(ContextAttention):
-    """Attention of this rank's positions to a group's, with keys and values passed around a ring."""
+    """Attention of this rank's positions to its group's positions, with keys and values passed around a ring."""
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, documents: Tensor | None = None
     ) -> Tensor:
         """Return the attention of queries [b, heads, s/n, d] to keys [b, kv_heads, s/n, d] and values of all ranks.
 
-        Each rank gives its positions in memory order; `documents` [b, s] number those of all positions, in that order:
-        none sees another document.
+        Each rank gives its positions in memory order. `documents` [b, s]: the document numbers of all positions in that
+        order; no position sees another document.
         """
         passes = _Passes(self, scale, documents)
         if self.is_rising:
@@ -353,14 +354,14 @@ class RingAttention(ContextAttention):
 
 @dataclass(frozen=True)
 class _Passes:
-    """The forward and the backward pass of one call of a ring; tensors are in rising order of positions."""
+    """The forward and the backward pass of one call of ring attention; tensors are in ascending order of positions."""
 
     ring: RingAttention
     scale: float
     documents: Tensor | None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Attended:
-        """The attention of queries to the keys of all ranks, for the keys and values of this one."""
+        """Return the attention of this rank's queries to all ranks' keys, given this rank's keys and values."""
         here, total, steps = joined(key, value), nothing_attended(query, value.shape[-1]), self.ring.steps
         for left, step in zip(reversed(range(len(steps))), steps, strict=True):
             arriving = pass_on(here, self.ring.group) if left else None
@@ -370,7 +371,7 @@ class _Passes:
         return total.rounded(query.dtype)
 
     def backward(self, gradient: Tensor, query: Tensor, here: Tensor, attended: Attended) -> tuple[Tensor, Tensor]:
-        """The gradients of queries, and of this rank's keys and values, together."""
+        """Return the gradients of this rank's queries, and of its keys and values joined in one tensor like `here`."""
         dq, behind, steps = torch.zeros_like(query, dtype=attended.logsumexp.dtype), None, self.ring.steps
         for left, step in zip(reversed(range(len(steps))), steps, strict=True):
             arriving = pass_on(here, self.ring.group) if left else None
@@ -420,7 +421,7 @@ def _permuted(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
     )
 
 
-# One device in place of a group, for measurements: its keys and values stand for the other ranks'.
+# One device in place of a group, for measurements: its keys and values stand for the other ranks' keys and values.
 
 
 @dataclass(frozen=True)
@@ -450,10 +451,10 @@ class _RankInTheMiddle:
 
 @dataclass(frozen=True)
 class StandInAttention(GatherAttention):
-    """Attention to this rank's keys and values, repeated in place of a whole group's."""
+    """Attention to this rank's keys and values, repeated in place of the keys and values of a whole group."""
 
     def scattered(self, gradient: Tensor) -> Tensor:
-        """The gradient of this rank's positions, to which no other rank contributes."""
+        """Return the gradient of this rank's positions, to which no other rank contributes."""
         mine: Tensor = gradient.unflatten(-2, (self.group.size(), -1))[..., self.group.rank(), :, :]
         return mine
 

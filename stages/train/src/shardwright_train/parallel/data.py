@@ -39,7 +39,7 @@ _CUTTING = ("ep", "tp")
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a name in a plan's precision."""
+    """Return the torch dtype with a name from a plan's precision."""
     return _DTYPES[name]
 
 
@@ -55,7 +55,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def data_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the axes of a layer's mesh for data parallelism: all except expert and tensor parallelism's."""
+    """Return the axes of a layer's mesh for data parallelism: all except the axes of expert and tensor parallelism."""
     return mesh[tuple(name for name in _axis_names(mesh) if name not in _CUTTING)]
 
 
@@ -119,7 +119,7 @@ def _sum_gradients(module: nn.Module) -> None:
 
 
 def local_tensor(parameter: Tensor) -> Tensor:
-    """This rank's shard of a parameter, sharing its memory."""
+    """Return this rank's shard of a parameter, sharing its memory."""
     if not isinstance(parameter, DTensor):
         return parameter
     with torch.no_grad():  # nobody computes gradients through it, so it needs no node of autograd
@@ -136,10 +136,10 @@ def placed_as(parameter: Tensor, local: Tensor) -> Tensor:
 
 
 def as_dtensor(parameter: nn.Parameter, dims: Mapping[str, int], mesh: DeviceMesh) -> nn.Parameter:
-    """Return a parameter of a parallelized module as a DTensor over all axes of a mesh; `dims`: those cut by ep and tp.
+    """Return a module's parameter as a DTensor over all axes of a mesh; `dims`: the dims that ep and tp cut, by axis.
 
-    It shares its memory with what is computed with. Autograd does not know it: computing with DTensors costs some 4 %
-    of a small layer's time.
+    It shares its memory with the module's parameter and takes no part in autograd, because computing with DTensors
+    costs some 4 % of a small layer's time.
     """
     replicated = (Replicate(),) * sum(name not in _CUTTING for name in _axis_names(mesh))
     *outer, dp = parameter.placements if isinstance(parameter, DTensor) else replicated
@@ -174,8 +174,8 @@ class Gathers:
 
     By default, FSDP2 follows in the backward pass the order of all forward passes since the last step, and over several
     microbatches gathers units that are not needed. In the forward pass it gathers a unit when it gets there. `layers`
-    has the units of each layer in the order of the forward pass, the outermost first: a backward pass, too, begins
-    with that. No backward pass goes through the first `forward_only` of them.
+    has the units of each layer in the order of the forward pass. A layer's outermost unit is the first, also of its
+    backward pass. No backward pass goes through the first `forward_only` layers.
     """
 
     def __init__(self, layers: Sequence[Sequence[Sharded]], forward_only: int = 0) -> None:
@@ -193,17 +193,17 @@ class Gathers:
             for module, _ in _wrapped([[outermost]]):
                 module.set_modules_to_forward_prefetch(_zero3([*inner, *following[:1]]))
         wrapped = _wrapped(backward)
-        # A unit that prefetches itself, which is there already, prefetches nothing; an empty list FSDP2 fills itself.
+        # A unit that prefetches itself prefetches nothing, as it is gathered already; FSDP2 itself fills an empty list.
         for i, (module, _) in enumerate(wrapped):
             module.set_modules_to_backward_prefetch(_zero3(wrapped[i + 1 : i + 2]) or [module])
 
     def start(self, during: Pass) -> None:
-        """Gather the first unit of a pass overlapped with the wait for its input, unless the pass before has."""
+        """Start to gather a pass's first unit while the pass waits for its input, unless that was done before."""
         for module in self._first[during]:
             module.unshard(async_op=True)
 
     def prepare(self, during: Pass, then: "tuple[Gathers, Pass] | None") -> None:
-        """Prepare a pass: its last layer stays gathered if `then` begins with it, else gathers the first of `then`."""
+        """Prepare a pass: its last layer stays gathered if `then` begins with it, else prefetch `then`'s first unit."""
         self._started = True
         stays = then is not None and then[0] is self and then[1] is not during and self._meets[during]
         following = [] if then is None or stays else then[0].ahead(then[1])
@@ -240,7 +240,7 @@ class GradientAllReduce:
     FSDP2's own reduction copies them three times and, on CPU, waits for each layer's message before the next layer's
     backward pass. Here they are summed in buckets (see `gradient_buckets`) whose messages start when the layer's
     backward pass is over, and are waited for before the next backward pass, or at the end of the step. `modules` hold
-    the unit's parameters, the outermost of them first.
+    the unit's parameters, the outermost module first.
     """
 
     def __init__(self, modules: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
@@ -298,7 +298,7 @@ def _sent(bucket: list[tuple[nn.Parameter, Tensor]], group: dist.ProcessGroup) -
 
 
 def _take_gradients(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Yield each parameter and its local gradient that waits for its reduction, and take the gradient away."""
+    """Yield each parameter with a local gradient that is not reduced yet, and that gradient; remove it from there."""
     if not isinstance(modules[0], FSDPModule):
         for parameter in (parameter for module in modules for parameter in module.parameters(recurse=False)):
             if parameter.grad is not None:

@@ -19,7 +19,7 @@ from shardwright_train.parallel.collectives import with_transpose
 from shardwright_train.torch_private import FakeTensor
 
 _ALIGNMENT = 8
-"""Numbers of 16 bits that rows of grouped products must be a multiple of: 16 bytes."""
+"""Rows of grouped matrix products must be a multiple of this many 16-bit numbers: 16 bytes."""
 _BLACKWELL = (10, 0)
 """Compute capability from which gradients of matrices without rows are not written (PyTorch issue 172439)."""
 
@@ -36,7 +36,7 @@ class Counts:
         self._read = read
 
     def for_host(self, rows: int) -> list[int]:
-        """The counts on the host; in a dry run without data, `rows` divided evenly."""
+        """Return the counts on the host; in a dry run without data, `rows` divided evenly."""
         return _even(rows, len(self.tensor)) if isinstance(self.tensor, FakeTensor) else self._numbers
 
     @cached_property
@@ -45,7 +45,7 @@ class Counts:
 
 
 class ExpertOrder(NamedTuple):
-    """The order of a layer's experts over the ranks that shard them, where ranks do not have neighbours."""
+    """The order of a layer's experts over the ranks that shard them, if ranks do not hold consecutive experts."""
 
     experts: Tensor
     """The expert at each place [experts]; each rank has equally many places."""
@@ -54,7 +54,7 @@ class ExpertOrder(NamedTuple):
 
     @classmethod
     def of(cls, experts: Sequence[int], device: torch.device) -> "ExpertOrder":
-        """The order of experts by place."""
+        """Return the order with these experts, the one at each place."""
         order = torch.tensor(experts, device=device)
         return cls(order, order.argsort())
 
@@ -71,25 +71,25 @@ class Dispatch(NamedTuple):
     """Rows of each expert [experts]."""
 
     def sort(self, x: Tensor) -> Tensor:
-        """The sorted rows of positions x [positions, features]."""
+        """Return the rows of x [positions, features] copied for their experts, sorted [rows, features]."""
         rows: Tensor = _Sorted.apply(x, self.order, self.inverse, self.copies)  # type: ignore[no-untyped-call]
         return rows
 
     def sort_copies(self, x: Tensor) -> Tensor:
-        """The sorted values [rows] of x [positions, copies], which has one value for each copy."""
+        """Return the sorted values [rows] of x [positions, copies], which has one value for each copy."""
         rows: Tensor = _Sorted.apply(x.reshape(-1), self.order, self.inverse, 1)  # type: ignore[no-untyped-call]
         return rows
 
     def collect(self, rows: Tensor) -> Tensor:
-        """The sums of the rows of each position [positions, features]."""
+        """Return the sum of the sorted rows of each position [positions, features]."""
         collected: Tensor = _Collected.apply(rows, self.order, self.inverse, self.copies)  # type: ignore[no-untyped-call]
         return collected
 
 
 def dispatch(index: Tensor, counts: Tensor) -> Dispatch:
-    """The order of positions that go to the experts `index` [positions, copies]: each expert's by position.
+    """Return the order of the copies of positions for the experts `index` [positions, copies] chosen for them.
 
-    `counts` [experts] is how often each is named.
+    The rows of one expert are in the order of positions. `counts` [experts]: how often `index` has each expert.
     """
     order = index.reshape(-1).argsort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -99,7 +99,7 @@ def dispatch(index: Tensor, counts: Tensor) -> Dispatch:
 class Exchange(NamedTuple):
     """The exchange of rows with the ranks of their experts, for rows sorted by expert.
 
-    Ranks that share the features of the same experts gather the rows that any of them receives, and sum the results.
+    Ranks that split the features of the same experts gather the rows that any of them receives, and sum the results.
     """
 
     experts: dist.ProcessGroup | None
@@ -107,10 +107,10 @@ class Exchange(NamedTuple):
     features: dist.ProcessGroup | None
     """Ranks over which each expert's features are split; None if each rank has all."""
     sent: Sequence[int]
-    """Rows sent to each of these ranks."""
+    """Number of rows sent to each rank of `experts`."""
     received: Sequence[int]
     gathered: Sequence[int]
-    """Rows that each rank that shares features receives."""
+    """Number of rows that each rank of `features` receives."""
     order: Tensor
     """For each row here, sorted by expert, its index among the received rows."""
     inverse: Tensor
@@ -118,7 +118,7 @@ class Exchange(NamedTuple):
     """Rows of each expert of this rank."""
 
     def there(self, rows: Tensor) -> Tensor:
-        """The rows of this rank's experts, sorted, for sorted rows of all experts."""
+        """Send sorted rows of all experts to the experts' ranks; return the rows of this rank's experts, sorted."""
         arrived = self._moved(rows, self.sent, self.received)
         if self.features is not None:
             arrived = with_transpose(arrived, self._gather, self._scatter)
@@ -151,7 +151,7 @@ class Exchange(NamedTuple):
         return torch.cat([part[:length] for part, length in zip(stacked, self.gathered, strict=True)])
 
     def _scatter(self, rows: Tensor) -> Tensor:
-        """The sums over the ranks that share features of the rows that this rank received."""
+        """Return the rows that this rank received, summed over the ranks that split the same experts' features."""
         assert self.features is not None
         ranks, most = len(self.gathered), max(self.gathered)
         if most == 0:
@@ -173,8 +173,8 @@ def exchange(
 ) -> Exchange:
     """Return the exchange of rows [rows, ...], sorted by expert, among ranks that shard experts and their features.
 
-    `counts` [experts] are this rank's rows of each. `read` returns numbers of the device to the host, which waits for
-    them once: how many rows go where, and how many each expert here has.
+    `counts` [experts]: this rank's number of rows for each. `read` copies numbers from the device to the host, which
+    waits for them once: how many rows go where, and how many each expert of this rank has.
     """
     here = counts.to(torch.int32).view(1 if experts is None else experts.size(), -1).contiguous()
     arriving = torch.empty_like(here)
@@ -199,8 +199,8 @@ def _rows_of_ranks(
 ) -> tuple[list[int], list[int], list[int], list[int]]:
     """Return the number of rows to and from each rank along experts, of each rank along features, and of each expert.
 
-    The counts are [ranks along experts, experts of a rank] of what leaves this rank, and of what arrives [ranks along
-    features, ranks along experts, experts of a rank]. Without data, as many are for each as for another.
+    `here` [ranks along experts, experts of a rank] counts the rows that leave this rank, `together` [ranks along
+    features, ranks along experts, experts of a rank] the rows that arrive. Without data, rows are divided evenly.
     """
     along, ranks, experts = together.shape
     if isinstance(here, FakeTensor):
@@ -220,9 +220,9 @@ def _all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], grou
 
 
 def expert_products(rows: Tensor, weights: Tensor, counts: Counts) -> Tensor:
-    """Sorted rows [rows, inputs] times the matrices [experts, outputs, inputs] of their experts.
+    """Return the matrix products of sorted rows [rows, inputs] and their experts' matrices [experts, outputs, inputs].
 
-    An expert without rows takes part: its gradient is zero. The host needs the counts if the device has no grouped
+    The gradient of an expert without rows is zero. The host reads the counts if the device has no grouped matrix
     products.
     """
     if _has_grouped_products(rows, weights):
@@ -234,7 +234,9 @@ def expert_products(rows: Tensor, weights: Tensor, counts: Counts) -> Tensor:
 
 
 def with_biases(rows: Tensor, biases: Tensor, counts: Counts, weights: Tensor | None = None) -> Tensor:
-    """Return sorted rows [rows, features] plus the biases [experts, features] of their experts, times weights [rows].
+    """Return sorted rows [rows, features] plus their experts' biases [experts, features] times `weights` [rows].
+
+    `weights` multiply only the biases; None: they are added as they are.
 
     The gradient of the biases is a matrix product: nothing is added by atomics.
     """
@@ -243,13 +245,13 @@ def with_biases(rows: Tensor, biases: Tensor, counts: Counts, weights: Tensor | 
 
 
 def _has_grouped_products(rows: Tensor, weights: Tensor) -> bool:
-    """Whether PyTorch computes grouped products here; their gradients refuse matrices without rows."""
+    """Return whether PyTorch has grouped matrix products for these; their backward pass refuses `rows` of length 0."""
     aligned = all(length % _ALIGNMENT == 0 for length in weights.shape[1:])
     return rows.is_cuda and rows.dtype is torch.bfloat16 and aligned and len(rows) > 0
 
 
 def _with_gradients_of_rows(weights: Tensor, counts: Tensor) -> Tensor:
-    """Matrices [experts, outputs, inputs] whose gradients are 0 if experts have no rows, whatever arrives."""
+    """Return matrices [experts, outputs, inputs], with gradients set to 0 for experts that have no rows."""
     return with_transpose(
         weights, lambda x: x.view_as(x), lambda gradient: gradient.masked_fill((counts == 0)[:, None, None], 0)
     )
@@ -310,7 +312,7 @@ def _summed(rows: Tensor, inverse: Tensor, copies: int) -> Tensor:
     return back if copies == 1 else back.unflatten(0, (-1, copies)).sum(1)
 
 
-# Biases of routers, which a step corrects by how often each expert was chosen (Wang et al. 2024).
+# Router biases, which each step corrects by how often each expert was chosen (Wang et al. 2024).
 
 
 def corrected_bias(kind: LayerType) -> Parameter | None:
@@ -319,12 +321,12 @@ def corrected_bias(kind: LayerType) -> Parameter | None:
 
 
 class RouterBias(NamedTuple):
-    """The bias of a layer's router, which is added to scores when experts are chosen [experts]."""
+    """The bias of a layer's router [experts], which is added to scores when experts are chosen."""
 
     bias: Tensor
-    """The same on all ranks of the layer."""
+    """Bias [experts], the same on all ranks of the layer."""
     experts: slice
-    """Numbers of the layer's experts among all layers' experts."""
+    """Slice of the layer's experts among all layers' experts."""
 
 
 class RouterBiases(NamedTuple):
@@ -336,7 +338,7 @@ class RouterBiases(NamedTuple):
         """Add rate x sign(mean - count) to the biases, by the counts of all layers' experts, summed over all ranks.
 
         Counts are whole numbers in float64, so that the sum is exact under any plan. Ranks that hold replicas of
-        positions count these several times, but those of all experts as often, which no sign tells apart.
+        positions count them several times, but equally often for all experts, which leaves the signs unchanged.
         """
         for bias, experts in self.of_layer.values():
             counts = assignments[experts]

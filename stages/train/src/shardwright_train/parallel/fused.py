@@ -21,7 +21,7 @@ _ROTARY = "apply_rotary_pos_emb"
 def fuse(module: nn.Module, names: Collection[str]) -> None:
     """Make a stock layer compute its rotary embeddings or norms with fused kernels, before its parameters are sharded.
 
-    The cross entropy is computed by the head's own function, below.
+    The cross entropy is not set here: the head calls `fused_cross_entropy`.
     """
     for part in module.modules():
         if "rotary" in names and _turns_halves(part):
@@ -31,16 +31,16 @@ def fuse(module: nn.Module, names: Collection[str]) -> None:
 
 
 def fusible(module: nn.Module, name: str) -> bool:
-    """Whether a layer has modules for a named fused kernel; each head has its cross entropy."""
+    """Return whether a layer has modules that a named fused kernel can compute; each head has a cross entropy."""
     if name == "rotary":
         return any(map(_turns_halves, module.modules()))
     return name != "norm" or any(_norm_of(part) is not None for part in module.modules())
 
 
 def fused_cross_entropy(logits: Tensor, labels: Tensor, ignored: int, group: dist.ProcessGroup) -> Tensor:
-    """The cross entropy [n], in float32, of logits [..., v/ranks] sharded equally by class over a group.
+    """Return the cross entropy [n], in float32, of logits [..., v/ranks] sharded equally by class over a group.
 
-    The result is equal on each rank; labels [...] that are `ignored` have 0.
+    The result is equal on each rank, and 0 for labels [...] equal to `ignored`.
     """
     from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
 
@@ -51,7 +51,7 @@ def fused_cross_entropy(logits: Tensor, labels: Tensor, ignored: int, group: dis
 
 
 def _fused_rotary(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn queries and keys [b, heads, s, d] by angles whose cosines and sines [1, s, d] are two equal halves."""
+    """Rotate queries and keys [b, heads, s, d] by angles whose cosines and sines [1, s, d] are two equal halves."""
     from flash_attn.layers.rotary import apply_rotary_emb
 
     cos, sin = (x[0, :, : x.shape[-1] // 2] for x in (cos, sin))
@@ -81,7 +81,7 @@ def _with_global(function: FunctionType | None, name: str, value: Callable[..., 
 def _turns_halves(module: nn.Module) -> bool:
     """Return whether a module is an attention that rotates one half of features against the other, like the kernel.
 
-    Some models have a function of the same name, or another one beside it, that turns even features against odd ones.
+    Some models have a function of the same name, or a second one, that rotates even features against odd ones.
     """
     forward, config = _forward_of(module), getattr(module, "config", None)
     if forward is None or _ROTARY not in forward.__code__.co_names or getattr(config, "rope_interleave", False):
@@ -95,7 +95,7 @@ def _turns_halves(module: nn.Module) -> bool:
 
 
 def _norm_of(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """The fused forward of a layer norm or an RMS norm; None for other modules."""
+    """Return the fused forward of a layer norm or an RMS norm; None for other modules."""
     if isinstance(module, nn.LayerNorm) and module.weight is not None and len(module.normalized_shape) == 1:
         return lambda x: _layer_norm(module, x)
     return (lambda x: _rms_norm(module, x)) if _is_rms_norm(module) else None
@@ -116,7 +116,7 @@ def _rms_norm(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _is_rms_norm(module: nn.Module) -> bool:
-    """Whether a module divides by the root mean square and multiplies by its weight, without a gate."""
+    """Return whether a module divides by the root mean square and multiplies by its weight, without a gate."""
     held = dict(module.named_parameters())
     if list(held) != ["weight"] or held["weight"].dim() != 1 or not hasattr(module, "variance_epsilon"):
         return False
@@ -131,6 +131,6 @@ def _is_rms_norm(module: nn.Module) -> bool:
 
 
 def _numbers(*shape: int) -> Tensor:
-    """Numbers for a trial, without using the random generators."""
+    """Return numbers for a trial, without using the random generators."""
     count = torch.Size(shape).numel()
     return torch.arange(1, count + 1, dtype=torch.float32).sin().view(shape)

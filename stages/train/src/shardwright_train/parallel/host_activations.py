@@ -1,9 +1,9 @@
 """Activations in host memory: what a layer's backward pass reads goes there when it is saved, and comes back for it.
 
-Autograd asks for each tensor that it saves, the inputs that recomputation keeps among them. What stays on the device
-are parameters, and what many layers read: masks and positions. Tensors are moved by their storages, so that views of
-one are one copy. A layer's copies go beside the next layer's forward pass, and come beside the backward pass of the
-layer behind it. Copies change no bit.
+Autograd's hooks get each tensor that it saves, also the inputs that recomputation keeps. Parameters, and masks and
+positions, which many layers read, stay on the device. Whole storages are moved, so that all views of one are a single
+copy. A layer's activations are copied out during the next layer's forward pass, and back during the next layer's
+backward pass. Copies change no bit.
 """
 
 import weakref
@@ -30,27 +30,27 @@ class Copies(ABC):
 
     @abstractmethod
     def mark(self) -> torch.Event | None:
-        """Return a mark behind the copies to the host that have been started."""
+        """Return a mark after the copies to the host that have been started."""
 
     @abstractmethod
     def wait(self, mark: torch.Event | None) -> None:
-        """Let the device wait until the copies ahead of a mark are done, either way."""
+        """Let the device wait until the copies before a mark are done, in either direction."""
 
     @abstractmethod
     def back(self, kept: Sequence[Tensor]) -> tuple[list[Tensor], torch.Event | None]:
-        """Start to copy tensors to the device, and return these and a mark behind the copies; `kept` is given up."""
+        """Start to copy tensors to the device; return the copies and a mark after them. `kept` may be reused then."""
 
 
 class CountedCopies(Copies):
-    """Copies on a CPU, whose host memory is other tensors. They count what comes and goes, and the most of it."""
+    """Copies on a CPU, whose host memory is other tensors; bytes copied either way, and the peak, are counted."""
 
     def __init__(self) -> None:
         self.bytes_out = self.bytes_in = 0
         self.host_bytes = self.most_host_bytes = 0
-        """Bytes in host memory now, and at most."""
+        """Bytes in host memory: now, and the peak."""
 
     def out(self, x: Tensor) -> Tensor:
-        """Return a copy; of a tensor without data one that takes no memory of the device."""
+        """Return a copy; for a tensor without data, one on the meta device, which takes no memory."""
         kept = torch.empty_like(x, device="meta") if isinstance(x, FakeTensor) else x.clone()
         self.bytes_out += x.nbytes
         self.host_bytes += x.nbytes
@@ -59,7 +59,7 @@ class CountedCopies(Copies):
         return kept
 
     def mark(self) -> None:
-        """Return nothing: the copies are there."""
+        """Return None: the copies are done."""
 
     def wait(self, mark: torch.Event | None) -> None:
         """Do nothing."""
@@ -82,7 +82,7 @@ class PinnedCopies(Copies):
         """Pinned memory by its bytes, each with the event after which it may be written to."""
 
     def out(self, x: Tensor) -> Tensor:
-        """Start a copy behind the computation so far."""
+        """Start a copy after the computation so far."""
         self._out.wait_event(self._computation.record_event())
         if unused := self._free.get(x.nbytes):
             memory, read = unused.pop()
@@ -104,7 +104,7 @@ class PinnedCopies(Copies):
         self._computation.wait_event(mark)
 
     def back(self, kept: Sequence[Tensor]) -> tuple[list[Tensor], torch.Event]:
-        """Start copies into memory that the computation so far may still use, which has waited for what they copy."""
+        """Start copies after the computation so far: it may still use their memory, and has waited for `kept`."""
         here = [torch.empty_like(x, device=self._device) for x in kept]
         self._in.wait_event(self._computation.record_event())
         with self._in:
@@ -130,7 +130,7 @@ class _Storage:
 
 
 class _Saved(NamedTuple):
-    """What autograd holds of a tensor that was moved."""
+    """What autograd saves in place of a tensor that was moved."""
 
     of: "_Pass"
     storage: _Storage
@@ -140,17 +140,17 @@ class _Saved(NamedTuple):
 
 
 class _Pass:
-    """A micro-batch's pass through a layer: what it has saved, and the pass through a layer ahead of it."""
+    """A micro-batch's pass through a layer: what it has saved, and its pass through the previous layer."""
 
     def __init__(self, before: "_Pass | None") -> None:
         self.before = before
         self.fetched: tuple[torch.Event | None] | None = None
-        """The mark behind the copies that come back, until the device is to wait for it."""
+        """The mark after the copies to the device, until the device has been told to wait for it."""
         self.storages: dict[tuple[int, torch.dtype, int], _Storage] = {}
 
 
 class _Sent(NamedTuple):
-    """Tensors whose copies to the host may be on their way, and the mark behind these."""
+    """Tensors whose copies to the host may not be done yet, and the mark after these copies."""
 
     tensors: list[Tensor]
     mark: torch.Event | None
@@ -166,7 +166,7 @@ class HostActivations:
         self._last: tuple[object, _Pass] | None = None
 
     def settle(self) -> None:
-        """Give up the memory of what was sent to the host."""
+        """Free the device memory of the tensors that were copied to the host, after their copies."""
         if self._sent is not None:
             self.copies.wait(self._sent.mark)
             # Autograd holds `pack` as long as what it has saved, and `pack` holds this list.
@@ -177,8 +177,8 @@ class HostActivations:
     def moving(self, microbatch: object, stays: Callable[[], Collection[int]]) -> Iterator[None]:
         """Move what autograd saves inside, in a layer's forward pass for a micro-batch.
 
-        `stays`: the keys of storages that stay on the device. What the layer before has sent to the host is given up
-        at the end.
+        `stays`: the keys of storages that stay on the device. At the end, the device memory of what the previous layer
+        moved is freed.
         """
         going: list[Tensor] = []
         ahead = self._last[1] if self._last is not None and self._last[0] == microbatch else None
@@ -209,7 +209,7 @@ class HostActivations:
             return saved
         self._fetch(saved.of)
         if saved.of.fetched is not None:
-            # For all that comes: what nothing reads is not given up before it is there.
+            # For all copies: memory that nothing reads must not be freed before its copy is done, either.
             self.copies.wait(*saved.of.fetched)
             saved.of.fetched = None
         here, storage = saved.storage.here, saved.storage
@@ -223,7 +223,7 @@ class HostActivations:
         return here.as_strided(saved.size, saved.stride, saved.offset)
 
     def _fetch(self, saved: _Pass) -> None:
-        """Start to copy back what a pass has saved, once."""
+        """Start to copy back what a pass has saved, unless that was done before."""
         coming = [storage for storage in saved.storages.values() if storage.kept is not None]
         if not coming:
             return

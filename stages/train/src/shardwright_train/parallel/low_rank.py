@@ -21,7 +21,7 @@ from shardwright_train.parallel.sharding_rules import INSIDE, VOCABULARY, Rule
 class LowRankLinear(nn.Linear):
     """A matrix W with low-rank matrices A and B: y = W x + bias + scaling B A x.
 
-    Its parameters are named as peft names them, but for W itself, which keeps its name in the stock model.
+    Its parameters have peft's names, except for W itself, which keeps its name in the stock model.
     """
 
     lora_A: nn.Linear
@@ -31,7 +31,7 @@ class LowRankLinear(nn.Linear):
     """The selective recomputation of its layer, if it has one."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the sum of both products."""
+        """Return the sum of the matrix products with W and with the low-rank matrices."""
         # In this order: a replay ends with the last tensor that it needs, which is A x, before the product with W.
         return added(self, input) + F.linear(input, self.weight, self.bias)
 
@@ -45,14 +45,14 @@ class LowRankConv1D(Conv1D):
     recomputation: Recomputation | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the sum of both products."""
+        """Return the sum of the matrix products with W and with the low-rank matrices."""
         more = added(self, input)
         product: Tensor = super().forward(input)  # type: ignore[no-untyped-call]
         return more + product
 
 
 def added(matrix: LowRankLinear | LowRankConv1D, x: Tensor) -> Tensor:
-    """The product of a matrix's low-rank matrices, to be added to the matrix's."""
+    """Return scaling B A x, the contribution of a matrix's low-rank matrices, to be added to its own product W x."""
 
     def product(x: Tensor) -> Tensor:
         low_rank: Tensor = matrix.lora_B(matrix.lora_A(x))
@@ -72,7 +72,7 @@ class ExpertMatrices(nn.Module):
 def with_rows_of_pair(
     products: Tensor, experts: Any, name: str, rows: Tensor, counts: Counts, recomputation: Recomputation
 ) -> Tensor:
-    """Return products of sorted rows with an experts' parameter, plus its low-rank matrices' contribution."""
+    """Return matrix products of sorted rows with the experts' parameter `name`, plus its low-rank matrices' part."""
     if (pair := getattr(experts, "low_rank", {}).get(name)) is None:
         return products
 
@@ -96,7 +96,7 @@ def routing_matrix(router: Any) -> Tensor:
 def add_low_rank(layer: nn.Module, pair: Pair, first: Parameter, second: Parameter, scaling: float) -> None:
     """Add low-rank matrices A and B to a matrix of a layer, as described, on the default device.
 
-    Raises ValueError, naming the module, if its form is another than the family's facts say.
+    Raises ValueError, naming the module, if its class is not the one that the family's facts imply.
     """
     dtype = layer.get_parameter(pair.matrix).dtype
     if first.ep_dim is not UNSET:
@@ -126,7 +126,7 @@ def _change_class(matrix: nn.Module, name: str) -> None:
 
 
 def low_rank_rules(parameters: Mapping[str, Parameter], of_head: bool) -> dict[str, Rule]:
-    """The sharding rules of low-rank matrices by their names in a layer, or in the head."""
+    """Return the sharding rules of a layer's low-rank matrices, by name; `of_head`: whether the layer is the head."""
     of_low_rank = {name: p for name, p in parameters.items() if LOW_RANK in name}
     return {name: _rule(name, p, of_head) for name, p in of_low_rank.items() if p.inside or p.tp_dim is not None}
 
@@ -139,7 +139,7 @@ def _rule(name: str, parameter: Parameter, of_head: bool) -> Rule:
         return Rule("cut", dim=parameter.tp_dim, ep_dim=of_experts)
     if of_head:
         return VOCABULARY
-    # Matrices side by side have a dim of their own before the one that is cut.
+    # Matrices side by side have a separate dim before the one that is cut.
     fused, dim = parameter.shape[parameter.tp_dim - 1], parameter.tp_dim - 1
     if of_experts is not None:
         return Rule("cut", fused=fused, dim=dim, ep_dim=of_experts)

@@ -1,6 +1,6 @@
 """The steps, in order, that make a clean stock module compute one rank's share of a layer.
 
-And, before them, what a layer leaves to weight passes when a schedule splits backward passes.
+Before them comes what a layer leaves to weight passes if a schedule splits backward passes.
 """
 
 from collections import deque
@@ -33,15 +33,15 @@ from shardwright_train.parallel.sharding_rules import Cut, Parts, Rule, cuts
 from shardwright_train.parallel.tensor import TensorParallel, apply_tensor_parallel, enter_before, share_attention
 from shardwright_train.torch_private import direct_parameters
 
-# Split backward passes: the products that make gradients of a layer's matrices, each left to a pass of its own.
+# Split backward passes: the matrix products that make the gradients of a layer's matrices are left to separate passes.
 #
-# Of y = x W the backward pass makes the gradient of x, and keeps x and the gradient g of y; the weight pass makes the
-# gradient of W, x^T g. Sums over microbatches equal a joint pass's to the bit: products are the same, and are added in
-# the same order.
+# For y = x W the backward pass makes the gradient of x, and keeps x and the gradient g of y; the weight pass makes the
+# gradient of W, x^T g. Sums over microbatches equal the sums of joint passes to the bit: the products are the same, and
+# are added in the same order.
 
 
 class _Product(NamedTuple):
-    """What the gradient of a matrix needs: the places of its gradient, and rows of inputs and gradients of outputs."""
+    """What the gradient of a matrix needs: where the gradient goes, and rows of inputs and of outputs' gradients."""
 
     owner: nn.Module
     weight: GradientEdge
@@ -50,12 +50,12 @@ class _Product(NamedTuple):
 
 
 class _Kept(torch.autograd.Function):
-    """A product's output, unchanged, whose backward pass keeps what the gradient of the matrix needs."""
+    """A matrix product's output, unchanged, whose backward pass keeps what the gradient of the matrix needs."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, weight: Tensor, keep: Callable[[Tensor, Tensor], None]) -> Tensor:
-        # What saves tensors elsewhere, as recomputation does, does so with x. The matrix is not saved: recomputation
-        # would hand out an alias, whose gradient nobody reads.
+        # Saved so that hooks on saved tensors, such as recomputation's hooks, apply to x. The matrix is not saved:
+        # recomputation would return an alias, whose gradient nobody reads.
         ctx.save_for_backward(x)
         ctx.keep = keep
         return y.detach()  # autograd would make a view of y itself
@@ -68,16 +68,17 @@ class _Kept(torch.autograd.Function):
 
 
 class WeightProducts:
-    """The products of one layer's matrices that its backward passes have left, for each pass in order."""
+    """The matrix products for gradients of one layer's matrices that backward passes have left, by pass in order."""
 
     def __init__(self) -> None:
         self._now: list[_Product] = []
         self._left: deque[list[_Product]] = deque()
 
     def take_from(self, block: nn.Module) -> None:
-        """Make a block leave the products of its matrices; others, as experts' grouped ones, stay joint.
+        """Make a block's backward passes leave the gradients of its matrices to weight passes.
 
-        A matrix that several modules share stays joint, too.
+        The gradients of other parameters, such as experts' stacked matrices or a matrix that several modules share,
+        are still made in the backward pass.
         """
         modules = [module for module in block.modules() if type(module) in (nn.Linear, Conv1D)]
         owners = [module.weight for module in block.modules() if isinstance(getattr(module, "weight", None), Tensor)]
@@ -91,7 +92,7 @@ class WeightProducts:
         self._now = []
 
     def make(self) -> None:
-        """Make the gradients that the oldest backward pass has left."""
+        """Compute the gradients that the oldest backward pass has left."""
         products = self._left.popleft()
         while products:
             # Autograd first sums what several calls of a module add to one matrix.
@@ -154,7 +155,7 @@ class ModuleStyle:
     has_backward: bool = True
     """Whether a backward pass goes through the layer."""
     products: WeightProducts | None = None
-    """What its backward passes leave to weight passes; None if these make all gradients."""
+    """What the layer's backward passes leave to weight passes; None if backward passes make all gradients."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ class Unit:
     """The parameters of a layer that are sharded, and whose gradients are reduced, in the same way."""
 
     modules: Mapping[str, nn.Module]
-    """Modules whose direct parameters are the unit's, by their names in the layer; the outermost is the first."""
+    """Modules whose direct parameters belong to the unit, by their names in the layer; the outermost is the first."""
     sharing: Sharing
     partial: frozenset[str]
     """Replicated parameters whose gradients must be summed over the tp axis after the backward pass."""
@@ -193,12 +194,12 @@ class Unit:
         return self.sharing.strategy
 
     def states_dim(self, cut: Cut) -> int:
-        """The dim of a parameter of the unit that ZeRO cuts."""
+        """Return the dim along which ZeRO cuts a parameter of the unit."""
         dense = axes_of(self.strategy).dense
         return cut.parameter.of_experts(dense.experts.size).states_dim(dense.tensor.size, dense.shards)
 
     def buffers(self, cut_of: Mapping[str, Cut]) -> set[nn.Parameter]:
-        """The unit's buffers, which are replicated on every rank."""
+        """Return the unit's buffers, which are replicated on every rank."""
         return {parameter for name, parameter in self.named_parameters() if cut_of[name].is_buffer}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -242,8 +243,8 @@ def parallelize(
 
     `sharings` has the layer's sharing under the empty name, and one for each module inside it that is a separate unit.
     """
-    # Tensor parallelism: parameters are sharded, the products joined by collectives; with Megatron's sequence
-    # parallelism these scatter and gather the sequence.
+    # Tensor parallelism: parameters are sharded, and matrix products joined by collectives, which scatter and gather
+    # the sequence under Megatron's sequence parallelism.
     if style.products is not None:
         style.products.take_from(module)
     strategy, tensor_parallel = sharings[""].strategy, sharings[""].tensor_parallel
@@ -315,6 +316,6 @@ def _unit(layer: nn.Module, root: str, root_of: Mapping[str, str], cut_of: Mappi
 
 
 def _unwrapped(unit: Unit, cut_of: Mapping[str, Cut]) -> set[nn.Parameter]:
-    """The parameters of a unit that FSDP2 does not wrap: only the buffers, or all."""
+    """Return the parameters of a unit that FSDP2 does not wrap: only the buffers, or all of them."""
     wrapped = isinstance(unit.module, FSDPModule)
     return unit.buffers(cut_of) if wrapped else {parameter for _, parameter in unit.named_parameters()}

@@ -31,7 +31,7 @@ class Groups:
         self._meshes: dict[_MeshKey, DeviceMesh] = {}
 
     def prepare(self, plan: Plan, further: Iterable[PlannedGroup] = ()) -> None:
-        """Make the groups of a plan and some further ones, and send a number over each; collective over the world."""
+        """Make the groups of a plan and some further ones, and open their connections; collective over the world."""
         new = [group for group in dict.fromkeys((*process_groups(plan), *further)) if group not in self._made]
         for group in new:
             self._made[group] = dist.new_group(
@@ -44,7 +44,7 @@ class Groups:
     def close(self) -> None:
         """Destroy all groups, and free their communicators' buffers on devices.
 
-        All ranks destroy in the order in which the groups were made: NCCL may wait there for the others of a group.
+        All ranks destroy groups in the order in which they were made: NCCL may wait there for a group's other ranks.
         """
         for group in self._made.values():
             if isinstance(group, dist.ProcessGroup):  # the others are for other ranks
@@ -54,8 +54,8 @@ class Groups:
     def mesh(self, plan: Plan, strategy: Strategy) -> DeviceMesh:
         """Return the mesh (dp, tp): tp shards a layer's parameters, dp replicates or shards them.
 
-        If groups of ranks hold replicas of each other's shards, two axes take the place of dp: replicate, shard.
-        If ranks shard experts, these lie along ep, between dp and tp.
+        If groups of ranks hold replicas of each other's shards (HSDP), two axes take the place of dp: replicate, shard.
+        If whole experts are distributed over ranks, these lie along another axis, ep, between dp and tp.
         """
         axes, ranks = axes_of(strategy).dense, _stage_ranks(plan)
         key = ranks, axes
@@ -75,14 +75,14 @@ class Groups:
         return self._meshes[key]
 
     def sequence_group(self, plan: Plan, strategy: Strategy) -> dist.ProcessGroup:
-        """The group of the ranks that share heads or features of a layer, or exchange positions for heads."""
+        """Return this rank's group that splits heads and features of a layer, or that exchanges positions for heads."""
         axes = axes_of(strategy)
         if axes.exchanges_heads:
             return self._in_stage(plan, Purpose.EXCHANGE, axes.heads)
         return self._in_stage(plan, Purpose.TENSOR_PARALLEL, axes.dense.tensor)
 
     def context_group(self, plan: Plan, strategy: Strategy) -> dist.ProcessGroup:
-        """The group of this rank's context-parallel ranks, whose positions attend to each other's."""
+        """Return this rank's context-parallel group, whose ranks' positions attend to each other."""
         return self._in_stage(plan, Purpose.CONTEXT, axes_of(strategy).context)
 
     def along(self, mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
@@ -92,7 +92,7 @@ class Groups:
         return self._along(mesh.mesh, axis, purposes.get(mesh.mesh_dim_names[axis], Purpose.DATA_PARALLEL))
 
     def _in_stage(self, plan: Plan, purpose: Purpose, axis: Axis) -> dist.ProcessGroup:
-        """This rank's group along an axis of its pipeline stage."""
+        """Return this rank's group along an axis of its pipeline stage."""
         groups = axis.groups(_stage_ranks(plan))
         return self.among(purpose, next(group for group in groups if dist.get_rank() in group))
 
@@ -113,7 +113,7 @@ class Groups:
         return made
 
     def _along(self, grid: torch.Tensor, axis: int, purpose: Purpose) -> dist.ProcessGroup:
-        """The group of this rank along an axis of a grid of ranks."""
+        """Return the group of this rank along an axis of a grid of ranks."""
         place: list[Any] = (grid == dist.get_rank()).nonzero()[0].tolist()
         place[axis] = slice(None)
         return self.among(purpose, grid[tuple(place)].tolist())
@@ -121,10 +121,10 @@ class Groups:
     def _warm_up(self, groups: Sequence[PlannedGroup]) -> None:
         """Send a number over each group and over the group of all ranks, one after the other.
 
-        NCCL makes connections at the first message of two ranks, and both wait there for the other, or until their
-        devices have done all that they were given: in the midst of a schedule, with receives posted ahead, two ranks
-        could wait for each other for ever. Here none can: the first group of the list that is not yet done has all its
-        ranks, for each of them has done all groups before.
+        NCCL connects two ranks at their first message. There each waits for the other, or until its device has done
+        all that it was given: in the middle of a schedule, with receives posted ahead, two ranks could wait for each
+        other forever. Here they cannot: all ranks of the first group that is not done yet have finished all groups
+        before it.
         """
         rank = dist.get_rank()
         for group in groups:
@@ -136,9 +136,9 @@ class Groups:
 
 
 def _send_a_number(planned: PlannedGroup, group: dist.ProcessGroup, number: torch.Tensor) -> None:
-    """Send a number over a group, so that it makes the connections that it will use.
+    """Exchange one number within a group, to open the connections that it will use later.
 
-    Ranks that share positions gather, or send round a ring, whose connections a sum does not make.
+    A context-parallel group also passes it around the ring, because an all-reduce does not open those connections.
     """
     if planned.purpose is Purpose.EDGE:
         source, target = planned.ranks
@@ -164,7 +164,7 @@ def _stage_ranks(plan: Plan) -> tuple[int, ...]:
 
 
 class Travelling(NamedTuple):
-    """A tensor in transit to the next rank of the ring, and the one from the previous rank."""
+    """A tensor in transit to the next rank of the ring, and the tensor arriving from the previous rank."""
 
     works: Sequence[dist.Work]
     sent: Tensor

@@ -1,8 +1,9 @@
-"""The parts of a stock block that are recomputed one by one: norms, activation functions, products with latents.
+"""The parts of a stock block that are recomputed one by one: norms, activation functions, matrix products with latents.
 
-What lies between the first products of a feed-forward part and its last one is found by calling the stock part again
-with the results of the first ones, up to the last: activation function, gate and dropout, whatever the family's. So are
-queries, keys and values between the products that make latents and the attention kernel.
+What a feed-forward part computes between its first matrix products and its last one (activation function, gate,
+dropout) differs between families. It is computed again by calling the stock part with the results of the first
+products, up to the last product. In the same way queries, keys and values are computed again, between the matrix
+products that make latents and the attention kernel.
 """
 
 import sys
@@ -29,16 +30,16 @@ _STATES = "hidden_states"
 
 
 class _Reached(Exception):
-    """The end of what is computed again."""
+    """Raised at the end of what is computed again, to leave the stock module."""
 
     def __init__(self, results: tuple[Tensor, ...]) -> None:
         self.results = results
 
 
 class Between:
-    """What a callable of a block computes from the results of its first products to what takes in the last results.
+    """What a callable of a block computes between its first matrix products and the callable that reads the results.
 
-    `reads`: whether it computes something from the states that enter, besides these products.
+    `reads`: whether it computes something else from its input states than these matrix products.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Between:
         replace_callable(block, entry, self._entered)
 
     def first(self, stock: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """Return one of the first products, whose results are kept."""
+        """Return one of the first matrix products, changed to keep its result."""
 
         def product(x: Tensor) -> Tensor:
             if self._given is not None:
@@ -67,7 +68,7 @@ class Between:
         return product
 
     def last(self, stock: Callable[..., Any], read: int = 1) -> Callable[..., Any]:
-        """Return what takes in the results, its arguments from number 0 to `read`."""
+        """Return the callable that reads the results, as its first `read` arguments, changed to free them."""
 
         def reader(*args: Any, **kwargs: Any) -> Any:
             if self._given is not None:
@@ -86,7 +87,7 @@ class Between:
         return self._recomputation.frees and torch.is_grad_enabled()
 
     def _keep(self, x: Tensor) -> None:
-        """Keep an input of what follows, whose own graph is that of the pass that computes it again."""
+        """Keep an input of the part. The part runs without gradients; its graph is made when it is computed again."""
         if not self._products:
             self._repeating = self._randomness.repeating()
             torch.set_grad_enabled(False)
@@ -107,7 +108,7 @@ class Between:
         self, call: Callable[[Tensor], Any], repeating: Callable[[], Any], *products: Tensor
     ) -> Sequence[Tensor]:
         self._given = list(products)
-        # Where only the first products read the states, their shape is all that is asked of them.
+        # If only the first products read the states, then only the shape of the states matters.
         states = self._given.pop(0) if self._reads else products[0]
         try:
             with repeating():
@@ -125,9 +126,9 @@ def _with_states(
 
 
 class RecomputedParts:
-    """The parts of a block that its strategy recomputes one by one: found first, changed once it computes with shards.
+    """The parts of a block that its strategy recomputes one by one: found first, changed after tensor parallelism.
 
-    Blocks without such parts, or types of layer without halves, are left as they are.
+    Blocks without such parts, and layer types without attention and MLP parts, are left as they are.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class RecomputedParts:
                     self._attends.append((Between(block, name, recomputation, randomness, reads), name))
 
     def apply(self) -> None:
-        """Change the block, after tensor parallelism has."""
+        """Change the block, after tensor parallelism has changed it."""
         if self._fed is not None:
             between, (*first, last) = self._fed
             for name in first:
@@ -171,7 +172,7 @@ class RecomputedParts:
 
 
 def _feed_forward(block: nn.Module, parts: Parts, cut_of: Mapping[str, Cut]) -> list[str]:
-    """Return the names of the products of a block's feed-forward part in order, without experts'; or none."""
+    """Return the names of the matrix products of a block's feed-forward part in order, without experts; maybe none."""
     names: list[str] = []
     for name, module in block.named_modules():
         if isinstance(module, nn.Linear | Conv1D) and not any(name.startswith(f"{other}.") for other in names):
@@ -182,7 +183,7 @@ def _feed_forward(block: nn.Module, parts: Parts, cut_of: Mapping[str, Cut]) -> 
 
 
 def _common(names: Sequence[str]) -> str:
-    """Return the innermost module that has all of these inside; empty if it is the block."""
+    """Return the path of the innermost module that contains all of these modules; empty if it is the block."""
     paths = [name.split(".")[:-1] for name in names]
     shared = zip(*paths, strict=False)
     length = next((i for i, words in enumerate(shared) if len(set(words)) > 1), min(map(len, paths)))

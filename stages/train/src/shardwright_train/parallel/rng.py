@@ -31,9 +31,9 @@ class _Pass:
 class Randomness:
     """The random numbers of one layer (embedding, block or head) on this rank.
 
-    Each pass of a microbatch starts from a seed of its own, so that a recomputed pass draws the same numbers again.
-    Ranks that hold copies of the activations (`holder`: ranks of a tensor-parallel group without sequence parallelism)
-    share the seed; between `inside` and `outside`, where each has its own heads and features, they draw apart.
+    Each pass of a microbatch starts from its own seed, so that a recomputed pass draws the same numbers again. Ranks
+    that hold copies of the activations (with equal `holder`: a tensor-parallel group without sequence parallelism)
+    share the seed. Between `inside` and `outside`, where each has its own heads and features, they draw separately.
     """
 
     def __init__(self, layer: str, holder: tuple[int, ...], part: int, device: torch.device) -> None:
@@ -59,7 +59,7 @@ class Randomness:
                 self._now = before
 
     def repeating(self) -> Callable[[], AbstractContextManager[None]]:
-        """Return a function that makes a context in which the draws are those that follow now."""
+        """Return a function that makes contexts in which the random numbers that are drawn next are drawn again."""
         return nullcontext if self._now is None else partial(self._from, random_state(self._device))
 
     @contextmanager

@@ -21,26 +21,26 @@ class Rule:
     """Number of equal matrices side by side in one weight, such as query, key and value, which are sharded
     separately."""
     dim: int | None = None
-    """Dim that is sharded, from the last if negative, or the first of a parameter that has no such dim; None: the
-    default dim of its kind for the weight or bias of a stock matrix."""
+    """Dim that is sharded; a negative one counts from the last, and means the first of a parameter with too few dims.
+    None: the default dim of its kind for the weight or bias of a stock matrix."""
     ep_dim: int | None = None
-    """Dim of experts, for a parameter of several."""
+    """Dim of experts, for a parameter that stacks several experts; None for other parameters."""
 
     def place(self, dims: int) -> int | None:
-        """The dim that is sharded of a parameter with so many dims; None: the default one."""
+        """Return the dim that is sharded of a parameter with `dims` dims; None: the default one."""
         return self.dim if self.dim is None or self.dim >= 0 else max(0, dims + self.dim)
 
 
 COLUMN = Rule("column")
 """A matrix cut by outputs: each rank computes some heads or features (Shoeybi et al. 2019)."""
 ROW = Rule("row")
-"""A matrix cut by inputs: the ranks' products are summed."""
+"""A matrix cut by inputs: the ranks' matrix products are summed."""
 VOCABULARY = Rule("vocabulary")
 """A matrix cut by tokens or classes, padded to equal shares."""
 INSIDE = Rule("inside")
 """A replicated parameter applied to each rank's own heads or features: its gradient is a sum over the ranks."""
 BUFFER = Rule("buffer")
-"""A buffer that steps set: each rank has it whole, and no gradient."""
+"""A buffer that steps set: each rank has all of it, and it has no gradient."""
 
 WORDS = {
     "colwise": COLUMN,
@@ -49,12 +49,12 @@ WORDS = {
     "colwise_gather_output": VOCABULARY,
     "replicated_with_grad_allreduce": INSIDE,
 }
-"""The rules by the words of transformers' tensor-parallel plans; outputs are never gathered: the loss takes shares."""
+"""The rules by the words of transformers' tensor-parallel plans; outputs are never gathered: the loss reads shards."""
 OF_OUTPUTS = ("moe_tp_experts",)
-"""Words of these plans that refer to outputs of modules, not to their parameters."""
+"""Words of transformers' plans that refer to outputs of modules, not to their parameters."""
 
 Rules = Mapping[str, Rule]
-"""Rules by suffix of a parameter's path, or of a module's for all of its parameters."""
+"""Rules by suffix of a parameter's path, or of a module's path for all of its parameters."""
 
 
 class Parts(NamedTuple):
@@ -65,12 +65,12 @@ class Parts(NamedTuple):
     """Callables that `recompute` attention recomputes."""
     mlp: tuple[str, ...]
     products: tuple[str, ...] = ()
-    """Callables that column-parallel products begin in; if empty, each part."""
+    """Callables with which column-parallel matrix products begin; if empty, each part is one."""
     alone: bool = False
-    """Whether the path is the only one of its type, not an entry of a list."""
+    """Whether the path is a single block, not a list of blocks."""
 
     def place(self, index: int) -> str:
-        """The path of the block with a number in the list."""
+        """Return the path of the block with an index in the list."""
         return self.path if self.alone else f"{self.path}.{index}"
 
     @property
@@ -110,7 +110,7 @@ class Cut(NamedTuple):
         return {axis: dim for axis, dim in dims.items() if dim is not None}
 
     def part_shape(self, axes: ParameterAxes) -> list[int]:
-        """The shape of the part of each rank; a length that the ranks do not divide is padded."""
+        """Return the shape of each rank's part; a length that the number of ranks does not divide is padded."""
         shape, sizes = list(self.shape), {"ep": axes.experts.size, "tp": axes.tensor.size}
         for axis, dim in self.dims.items():
             shape[dim] = -(-shape[dim] // sizes[axis])
@@ -131,7 +131,7 @@ class Cut(NamedTuple):
 
 
 def cuts(module: nn.Module, rules: Rules) -> Iterator[Cut]:
-    """Yield every parameter of a module with its rule, by the first of its names inside the module."""
+    """Yield how each parameter of a module is sharded, by the first of its names inside the module."""
     seen = set[nn.Parameter]()
     for owner_name, owner in module.named_modules():
         for name, parameter in owner.named_parameters(recurse=False):
@@ -144,7 +144,7 @@ def cuts(module: nn.Module, rules: Rules) -> Iterator[Cut]:
 
 
 def rule_for(path: str, rules: Rules) -> Rule | None:
-    """The rule of the longest key that is the end of a parameter's path or of its module's."""
+    """Return the rule of the longest key that ends a parameter's path or its module's path; None if no key does."""
     paths = f".{path}", f".{path}".rpartition(".")[0]
     keys = [key for key in rules if any(each.endswith(f".{key}") for each in paths)]
     return rules[max(keys, key=len)] if keys else None

@@ -1,4 +1,4 @@
-"""Tensor parallelism: modules that compute with shards of their matrices, and the sums that join them; split sequences.
+"""Tensor parallelism: modules that compute with shards of matrices, sums that join their results, split sequences.
 
 A block is Y = f(X A) B with A sharded by columns and B by rows (Shoeybi et al. 2019): rank r computes f(X A_r) B_r
 without communication, and Y = sum_r f(X A_r) B_r is one all-reduce; its transpose sums the gradient of X. With
@@ -49,7 +49,7 @@ class TensorParallel:
 
     `axis` is the mesh axis that shards parameters (of size 1 under Ulysses). `sequence_group` has all ranks that share
     a sample, or one part of it under context parallelism; `context_group` has the ranks whose parts attend to one
-    another. For experts, `axis` has the ranks that share each expert's features.
+    another. For experts, `axis` has the ranks over which each expert's features are split.
     """
 
     axis: DeviceMesh
@@ -76,17 +76,17 @@ class TensorParallel:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The group of ranks that share the layer's matrices."""
+        """The group of ranks over which the layer's matrices are sharded."""
         return self.axis.get_group()
 
     @property
     def size(self) -> int:
-        """The number of ranks that share the layer's matrices."""
+        """The number of ranks over which the layer's matrices are sharded."""
         return self.axis.size()
 
     @property
     def rank(self) -> int:
-        """This rank's index among the ranks that share the layer's matrices."""
+        """This rank's index among the ranks over which the layer's matrices are sharded."""
         return self.axis.get_local_rank()
 
     @property
@@ -101,9 +101,9 @@ class TensorParallel:
 
     @contextmanager
     def entered(self, *inputs: Tensor, keeps: bool = False) -> Iterator[Sequence[Tensor]]:
-        """Yield the inputs of column-parallel products with all positions, on every rank.
+        """Yield the inputs of column-parallel matrix products with all positions, on every rank.
 
-        In the backward pass the products gather their inputs again, unless `keeps`: they are recomputed anyway.
+        The backward pass gathers the inputs again, unless `keeps`: then the products are recomputed anyway.
         """
         self.randomness.inside()
         if not self.splits_sequence:
@@ -115,7 +115,7 @@ class TensorParallel:
                 yield gathered
 
     def leave(self, x: Tensor) -> Tensor:
-        """The sum of a row-parallel product over the ranks, scattered if the sequence is split."""
+        """Return the sum of a row-parallel matrix product over the ranks, scattered if the sequence is split."""
         total = partial(scatter_sequence if self.splits_sequence else sum_over_group, group=self.group)
         x = self.recomputation.sum(total, x)
         self.randomness.outside()
@@ -132,31 +132,31 @@ class TensorParallel:
         return self.axes.shares_context or self.order is not None or self.stand_in is not None
 
     def positions(self, length: int) -> slice:
-        """The places, of `length` in all, that this rank has between the matrix products."""
+        """Return the slice of `length` places that this rank has between the matrix products."""
         return share_of(self.axes.layout.sequence, self.place, length)
 
     def positions_inside(self, length: int) -> slice:
-        """The places that this rank works on in the matrix products: all that attend, except under Ulysses."""
+        """Return the slice of places that this rank has in matrix products: all that attend, except under Ulysses."""
         return self.positions(length) if self.splits_everything else self.attending(length)
 
     def attending(self, length: int) -> slice:
-        """The places, of `length` in all, that attend on this rank: all, except under context parallelism."""
+        """Return the slice of `length` places that attend on this rank: all, except under context parallelism."""
         return share_of(self.axes.context, self.place, length)
 
     def heads(self, count: int) -> slice:
-        """The heads, of `count` in all, that this rank attends with."""
+        """Return the slice of `count` heads with which this rank attends."""
         group = self.sequence_group if self.splits_everything else self.group
         share = count // group.size()
         return slice(group.rank() * share, (group.rank() + 1) * share)
 
     @property
     def sums_outside(self) -> bool:
-        """Whether the gradient of a replicated parameter used outside the products is a sum over the ranks."""
+        """Whether the gradient of a replicated parameter used between matrix products must be summed over the ranks."""
         return self.splits_sequence and self.size > 1
 
 
 def share_of(axis: Axis, place: int, length: int) -> slice:
-    """The share of a length that the rank with number `place` inside its pipeline stage has along an axis."""
+    """Return the slice of a length that the rank with index `place` in its pipeline stage has along an axis."""
     share = length // axis.size
     first = axis.part_of(place) * share
     return slice(first, first + share)
@@ -207,7 +207,7 @@ def enter_before(module: nn.Module, tensor_parallel: TensorParallel, keeps: bool
 def _compute_with_shards(
     module: nn.Module, rule: Rule | None, lengths: Mapping[str, int], tensor_parallel: TensorParallel
 ) -> None:
-    """Make a module compute with its shards of a rule's parameters, if `lengths` are all first dims in full."""
+    """Make a module compute with its shards of a rule's parameters; `lengths`: the unsharded first dims, by name."""
     match rule:
         case Rule("row"):
             make_row_parallel(module, tensor_parallel, tensor_parallel.leave)
@@ -222,7 +222,7 @@ def _compute_with_shards(
 
 
 def make_row_parallel(module: nn.Module, tensor_parallel: TensorParallel, leave: Callable[[Tensor], Tensor]) -> None:
-    """Make a matrix product compute its part of what `leave` sums over the group; only the first rank adds its bias."""
+    """Make a linear module compute its part of the sum that `leave` makes over the group; only rank 0 adds the bias."""
     keep = float(tensor_parallel.rank == 0)
     if tensor_parallel.size > 1:
         change_parameters(module, lambda name, local: local * keep if name == "bias" else local)
@@ -235,7 +235,7 @@ def _without_padding(local: Tensor, length: int, tensor_parallel: TensorParallel
 
 
 def change_parameters(module: nn.Module, change: Callable[[str, Tensor], Tensor]) -> None:
-    """Make a module compute with its parameters (not its children's) as `change` makes them, given the name."""
+    """Make a module compute with its own parameters (not its children's) changed by `change(name, parameter)`."""
     stock = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -261,9 +261,9 @@ SHARED_ATTENTION = "shardwright_sequence"
 _HEADS, _POSITIONS = 1, 2
 """Dims of queries, keys and values [b, heads, s, d]; attention's output is [b, s, heads, d]."""
 _SINKS = "s_aux"
-"""Argument of transformers' attention functions: a further score [heads] in the softmax, which weighs nothing."""
+"""Argument of transformers' attention functions: a further score [heads] in the softmax, without a value."""
 _MASKLESS = tuple(kernel.value for kernel in (*FUSED_SDPA, Attention.SDPA_MATH))
-"""Kernels in whose place blocks of queries and keys are attended without a mask."""
+"""Kernels that are replaced, without a mask, by attention in blocks of queries and keys."""
 
 
 @dataclass(frozen=True)
@@ -279,10 +279,10 @@ class AcrossRanks:
     recomputation: Recomputation
     """Selective recomputation of the layer."""
     keeps: bool
-    """Whether gathered keys and values are kept for the backward pass, as if a replay has gathered them again."""
+    """Whether gathered keys and values are kept for the backward pass, because a replay gathers them again."""
     context: ContextParallel
     is_stand_in: bool = False
-    """Whether this rank's keys and values stand for the group's in a measurement."""
+    """Whether this rank's keys and values stand for the whole group's keys and values, in a measurement."""
     _of_length: dict[tuple[int, bool], GatherAttention | RingAttention] = field(default_factory=dict)
 
     def attend(
@@ -298,9 +298,9 @@ class AcrossRanks:
     ) -> Tensor:
         """Return the attention [b, s/n, heads, d] of this rank's positions to all positions.
 
-        `compute` is the stock kernel, which `module` belongs to. The mask is one to add to the scores of this rank's
-        positions [b or 1, heads or 1, s/n or 1, s], or the numbers [b, s] of all positions' documents, or None: then
-        the module determines whether attention is causal.
+        `compute`: the stock kernel, which is given `module`. `mask`: one to add to the scores of this rank's positions
+        [b or 1, heads or 1, s/n or 1, s], or the document numbers of all positions [b, s], or None: then the module
+        determines whether attention is causal.
         """
         asked = kwargs.pop("is_causal", None)
         causal = getattr(module, "is_causal", True) if asked is None else asked
@@ -308,7 +308,7 @@ class AcrossRanks:
         added = mask if mask is not None and mask.is_floating_point() else None
         documents = mask if added is None else None
         is_plain = added is None and all(kwargs.get(name) is None for name in ("position_bias", _SINKS))
-        # Beside any kernel, such as one that `auto` falls back to, a ring attends in blocks: nothing else can.
+        # Whatever the kernel, such as one that `auto` falls back to, a ring attends in blocks: nothing else can.
         in_blocks = self.kernel in _MASKLESS or self.context is ContextParallel.RING
         if in_blocks and is_plain and query.shape[_POSITIONS] == key.shape[_POSITIONS]:
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -324,7 +324,7 @@ class AcrossRanks:
         return output
 
     def _attention(self, key: Tensor, causal: bool) -> GatherAttention | RingAttention:
-        """The attention to all keys, of which this rank has a part."""
+        """Return the attention to all ranks' keys, for this rank's part of them."""
         length = key.shape[_POSITIONS] * self.group.size()
         if (made := self._of_length.get((length, causal))) is None:
             order = self._positions if self.order is not None else range(length)
@@ -345,12 +345,12 @@ class AcrossRanks:
 
 class _Shared(NamedTuple):
     heads: dist.ProcessGroup | None
-    """Group whose ranks exchange positions for heads; None if they do not."""
+    """Group whose ranks exchange positions for heads; None if no exchange is needed."""
     repeat: int
-    """Number of copies of each key and value head, so that the degree divides their number."""
+    """Number of copies of each key and value head, so that the size of the group `heads` divides their number."""
     kernel: Callable[..., Any]
     seen: nn.Module
-    """Module that the kernel reads, as without other ranks, its key and value heads repeated."""
+    """Copy of the module for the kernel, with the settings it would have on a single rank and repeated heads."""
     across: AcrossRanks | None
 
 
@@ -364,7 +364,7 @@ def share_attention(
 ) -> None:
     """Make the attention of a block built for `SHARED_ATTENTION` use the positions of other ranks.
 
-    `reduce`: format in which gradients of keys and values are summed; `keeps`: whether a replay gathers these.
+    `reduce`: format in which gradients of keys and values are summed; `keeps`: whether a replay gathers both again.
     """
     heads = tensor_parallel.sequence_group if tensor_parallel.splits_everything else None
     degree = 1 if heads is None else heads.size()
@@ -373,7 +373,7 @@ def share_attention(
     if stand_in is not None:
         group, order = stand_in.group, stand_in.order
     for module in block.modules():
-        # The eager one is no registered function but each model's own.
+        # The eager kernel is not a registered function: each model has its own.
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         if eager is not None and hasattr(module, "config"):
             given = group, order, kernel, reduce, tensor_parallel.recomputation, keeps, context, stand_in is not None
@@ -392,7 +392,7 @@ def _attention(
         key, value = (x.repeat_interleave(shared.repeat, _HEADS) for x in (key, value))
         query, key, value = (exchange_dims(x, _HEADS, _POSITIONS, shared.heads) for x in (query, key, value))
         if (sinks := kwargs.get(_SINKS)) is not None:
-            # One score of each head, which the eager kernel reads off the module.
+            # One score for each head, which the eager kernel reads from the module.
             kwargs[_SINKS] = vars(shared.seen)["sinks"] = sinks.chunk(shared.heads.size())[shared.heads.rank()]
     if shared.across is None:
         output, weights = shared.kernel(shared.seen, query, key, value, mask, *args, **kwargs)
@@ -404,9 +404,9 @@ def _attention(
 
 
 def _seen(module: nn.Module, kernel: str, degree: int, repeats: bool) -> tuple[int, nn.Module]:
-    """The number of repetitions of key and value heads for a number of ranks, and the module that a kernel reads.
+    """Return how often `degree` ranks repeat key and value heads, and a copy of the module for the kernel to read.
 
-    `repeats`: whether heads are repeated before the kernel for each query head.
+    `repeats`: whether heads are repeated to the number of query heads before the kernel.
     """
     seen: Any = copy(module)
     seen.config = copy(module.config)

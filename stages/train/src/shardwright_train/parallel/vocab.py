@@ -43,7 +43,7 @@ def positions_of(tokens: Tensor, tensor_parallel: TensorParallel, given: Tensor 
 
 
 def loss_of_logits(logits: Tensor, labels: Tensor, classes: int, tensor_parallel: TensorParallel) -> Tensor:
-    """The summed cross entropy of this rank's share [b, s, v/n] of `classes` logits; labels [b, s] are whole."""
+    """Return the summed cross entropy of this rank's share [b, s, v/n] of `classes` logits; labels [b, s] are whole."""
     labels = labels[:, tensor_parallel.positions_inside(labels.shape[1])]
     if tensor_parallel.fused_loss:
         return fused_cross_entropy(logits, labels, IGNORED, tensor_parallel.group).sum()
@@ -52,7 +52,7 @@ def loss_of_logits(logits: Tensor, labels: Tensor, classes: int, tensor_parallel
 
 
 def sum_of_cross_entropy(logits: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-    """The sum over [b, s] of the cross entropy of logits [b, s, v/n] sharded over a group; equal on each rank.
+    """Return the sum over [b, s] of the cross entropy of logits [b, s, v/n] sharded over a group; equal on each rank.
 
     Computed in float32 at least. This rank has the classes from `first` on; labels that are IGNORED do not count. The
     backward pass overwrites the logits.
@@ -62,7 +62,7 @@ def sum_of_cross_entropy(logits: Tensor, labels: Tensor, first: int, group: dist
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Cross entropy that saves the logits, overwrites them by their gradient, and widens some positions at a time."""
+    """Cross entropy that saves the logits, overwrites them with their gradient, and widens some positions at a time."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
@@ -87,9 +87,9 @@ def loss_in_chunks(
     classes: int,
     tensor_parallel: TensorParallel,
 ) -> Tensor:
-    """Return the loss of inputs [b, s, h], with logits computed in chunks of positions, and again in backward.
+    """Return the loss of inputs [b, s, h], with logits computed in chunks of positions, and again in the backward pass.
 
-    `parameters` are those that `logits_of` computes with: their gradients are summed up in float32 at least.
+    `parameters`: all that `logits_of` computes with; their gradients are summed in at least float32.
     """
     labels = labels[:, tensor_parallel.positions_inside(labels.shape[1])]
     first = tensor_parallel.rank * -(-classes // tensor_parallel.size)
@@ -145,9 +145,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _loss_of_rows(rows: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """The summed loss of logits [n, v/n], and each row's highest logit and sum of exponentials, over a group."""
+    """Return the summed loss of logits [rows, v/n] over a group, and each row's maximum and sum of exponentials."""
     index, mine = _index(labels, first, rows.shape[-1])
-    # A rank whose share of a padded vocabulary is empty takes part in the sums with nothing.
+    # A rank whose share of a padded vocabulary is empty takes part in the sums with zeros.
     highest = _wide(rows.new_full(index.shape, -torch.inf) if rows.shape[-1] == 0 else rows.amax(-1))
     if group.size() > 1:
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
@@ -165,7 +165,7 @@ def _loss_of_rows(rows: Tensor, labels: Tensor, first: int, group: dist.ProcessG
 def _overwrite_by_gradient(
     rows: Tensor, labels: Tensor, first: int, highest: Tensor, total: Tensor, grad: Tensor
 ) -> None:
-    """Put the gradient of the summed loss, times `grad`, in the place of logits."""
+    """Overwrite the logits `rows` with the gradient of the summed loss, times `grad`."""
     index, mine = _index(labels, first, rows.shape[-1])
     scale = grad * (labels != IGNORED)
     for part in _parts(rows):
@@ -186,7 +186,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _parts(rows: Tensor) -> Iterator[slice]:
-    """Yield the positions whose logits [n, v] are widened together; none if a rank has no classes."""
+    """Yield the slices of rows whose logits [rows, v] are widened together; none if a rank has no classes."""
     count, classes = rows.shape
     size = max(1, LOSS_ELEMENTS // max(1, classes))
     return (slice(i, i + size) for i in range(0, count if classes else 0, size))

@@ -51,12 +51,12 @@ class Channel:
     device: torch.device
     """Device of the tensors that carry the values."""
     group: dist.ProcessGroup | None = None
-    """Process group of the exchange; None: the world's."""
+    """Process group of the exchange; None: all ranks."""
 
     def first_says(self, ask: Callable[[], T], kind: type[T], place: object = None) -> T:
-        """The value of `ask()` on rank 0, on all ranks; an orderly error of rank 0 is raised on all ranks.
+        """Return rank 0's value of `ask()` on all ranks; a ShardwrightError or OSError of rank 0 is raised on all.
 
-        `place` is named in an error of the operating system that names no file.
+        `kind`: the type of the value. `place` is named if an error of the operating system names no file.
         """
         content = b""
         if dist.get_rank(self.group) == 0:
@@ -68,11 +68,11 @@ class Channel:
         return reply.value  # type: ignore[return-value]
 
     def first_does(self, do: Callable[[], None], place: object = None) -> None:
-        """Run `do` on rank 0 while the others wait; an orderly error is raised on all ranks."""
+        """Run `do` on rank 0 while the others wait; a ShardwrightError or OSError is raised on all ranks."""
         self.first_says(do, type(None), place)
 
     def all_say(self, value: T, kind: type[T]) -> list[T]:
-        """The values of all ranks, in the order of the ranks."""
+        """Return the values of all ranks, in the order of the ranks."""
         decoder: msgspec.json.Decoder[T] = msgspec.json.Decoder(kind)
         return [decoder.decode(content) for content in self._gather(msgspec.json.encode(value))]
 
@@ -84,7 +84,7 @@ class Channel:
                 raise _rebuilt(raised[0])
 
     def together(self, do: Callable[[], T], place: object = None) -> T:
-        """The value of `do()` on each rank; an orderly error of the lowest failing rank is raised on all ranks."""
+        """Return each rank's value of `do()`; the ShardwrightError of the lowest failing rank is raised on all."""
         value, problem = tried(do, place)
         self.agree(problem)
         return value  # type: ignore[return-value]
@@ -131,10 +131,10 @@ class World(Channel):
 
 @contextmanager
 def joined_world(device_type: str, timeout_s: float = START_UP_S) -> Iterator[World]:
-    """Join the process group that the launcher's environment names, with the collectives of the device type.
+    """Join the process group that the launcher's environment describes, with the backend of the device type.
 
-    `timeout_s` bounds the joining and every collective, also of groups that are made later. An error that the
-    world is left with is noted for the launcher.
+    `timeout_s` limits joining and every collective, also in groups that are made later. An exception that ends the
+    `with` block is recorded for the launcher.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend, timeout = COLLECTIVES[device_type], timedelta(seconds=timeout_s)
@@ -166,7 +166,7 @@ def check_device(plan: Plan, world: World, file: object) -> None:
 
 @contextmanager
 def out_of_memory_said(subject: str = "") -> Iterator[None]:
-    """Raise PyTorch's out-of-memory errors as OutOfMemory, naming `subject`."""
+    """Convert PyTorch's out-of-memory errors to OutOfMemory, naming `subject`."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -185,17 +185,17 @@ def _device(device_type: str, local_rank: int) -> torch.device:
 
 
 def peak_resident_bytes() -> int:
-    """The peak resident host memory of this process so far, in bytes."""
+    """Return the peak resident host memory of this process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The peak bytes of tensors on a GPU, or of this process on the host, without synchronizing the device."""
+    """Return the peak bytes of tensors on a GPU, or of this process on the host, without synchronizing the device."""
     return torch.accelerator.max_memory_allocated(device) if on_accelerator(device) else peak_resident_bytes()
 
 
 def tried(do: Callable[[], T], place: object = None) -> tuple[T | None, ShardwrightError | None]:
-    """Return the result of a call, or its orderly error; errors of the operating system are converted."""
+    """Return the result of a call, or its ShardwrightError; an OSError is converted to one."""
     try:
         return do(), None
     except ShardwrightError as error:

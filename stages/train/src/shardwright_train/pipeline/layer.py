@@ -75,7 +75,7 @@ class RankContext:
 
     @cached_property
     def host_activations(self) -> HostActivations | None:
-        """Return what this rank's layers keep in host memory of activations; None if they keep none there."""
+        """Return the activations that this rank's layers keep in host memory; None if they keep none there."""
         ranges = self.plan.stages[self.stage_index].layers
         moves = any(layer.offloads_activations for low, high in ranges for layer in self.plan.layers[low:high])
         return HostActivations(self.device) if moves else None
@@ -87,13 +87,13 @@ class RankContext:
 
     @cached_property
     def embeds_further(self) -> bool:
-        """Return whether this rank has any of these."""
+        """Return whether this rank has any layer that predicts further tokens."""
         ranges = self.plan.stages[self.stage_index].layers
         return any(mtp_depth(layer.type) for low, high in ranges for layer in self.plan.layers[low:high])
 
     @cached_property
     def stand_in(self) -> StandIn | None:
-        """Return the group that this rank represents in a measurement, or None."""
+        """Return the context-parallel group that this rank represents in a measurement; None if it represents none."""
         length, ranks = self.plan.model.sequence_length * self.stands_for, self.stands_for
         order = zigzag(length, ranks) if self.family.facts.attention.mask is Mask.CAUSAL else range(length)
         return StandIn(ranks, torch.tensor(order, device=self.device)) if ranks > 1 else None
@@ -117,8 +117,8 @@ class RankContext:
     def masks(self) -> tuple[tuple[int | None, Places], ...]:
         """Return the distinct (window, places) of this rank's blocks that need masks for a micro-batch.
 
-        The window is None for blocks without one; an image tower reads no mask. If ranks hold positions in another
-        order, blocks read only the documents.
+        The window is None for blocks without one. An image tower's blocks read no mask. If ranks hold positions in
+        another order, blocks without a window need none, either: they read the documents themselves.
         """
         facts, model, pairs = self.family.facts, self.plan.model, dict[tuple[int | None, int, int], Places]()
         for low, high in self.plan.stages[self.stage_index].layers:
@@ -161,23 +161,23 @@ class Layer:
 
     name: str
     kind: str
-    """Its type in the family."""
+    """The layer's type in the family."""
     family: Family
     parallel: ParallelModule
     redistributions: tuple[Redistribution | None, ...]
     constants: dict[str, Any]
     samples: slice
-    """The layer's samples, among the samples that this rank reads of a microbatch."""
+    """Slice of the layer's samples in the samples that this rank reads of a microbatch."""
     compiled: bool
     """Whether the layer is a compiled block, whose selective recomputation is compiled with it."""
     randomness: Randomness | None
     """Random numbers of dropout; None if nothing is dropped."""
     replicas: int
-    """Number of ranks with the same part of the states."""
+    """Number of ranks that compute the same part of the layer's activations."""
     depth: int = 0
-    """The depth of a layer that predicts further tokens; 0: it is another one."""
+    """The layer's depth, from 1, if it predicts further tokens; 0 for all other layers."""
     host: HostActivations | None = None
-    """Where activations of this stage's layers go that are kept in host memory; None: none are."""
+    """The stage's activations in host memory; None if no layer of the stage keeps any there."""
 
     @property
     def module(self) -> nn.Module:
@@ -191,7 +191,7 @@ class Layer:
 
     @cached_property
     def reductions(self) -> tuple[GradientAllReduce, ...]:
-        """The gradient reductions of its replicated units."""
+        """The gradient reductions of the layer's replicated units."""
         return tuple(r for unit in self.parallel.units if (r := unit.gradient_all_reduce) is not None)
 
     def start_reductions(self) -> None:
@@ -200,7 +200,7 @@ class Layer:
             reduction.start()
 
     def make_weight_gradients(self, last: bool) -> None:
-        """Make the gradients that the oldest backward pass has left; the step's last ones are reduced at once."""
+        """Compute the weight gradients that the oldest backward pass has left; reduce the step's last ones at once."""
         if (products := self.parallel.style.products) is not None:
             products.make()
         for unit in self.parallel.units:
@@ -208,7 +208,7 @@ class Layer:
         self.start_reductions()
 
     def described_name(self, name: str) -> str:
-        """The model description's name of a parameter of the module."""
+        """Return the name that the model description has for a parameter of the module."""
         return self.family.described_name(self.kind, name)
 
     def __call__(self, states: States, batch: Batch, rng_key: RNGKey, note_loss: LossHook) -> States | Tensor:
@@ -250,7 +250,7 @@ class Layer:
         return output.states
 
     def _staying(self, batch: Batch) -> set[int]:
-        """Return the storages that stay on the device: of parameters, and of what other layers read, too."""
+        """Return the storages that stay on the device: of parameters, buffers and tensors that other layers read."""
         own = (*self.module.parameters(), *self.module.buffers())
         shared = (x for x in tree_leaves((self.constants, batch)) if isinstance(x, Tensor))
         return {storage_key(local_tensor(x)) for x in (*own, *shared)}
@@ -326,7 +326,7 @@ def build_layer(
 def _style(
     context: RankContext, type_name: str, strategy: Strategy, parameters: Mapping[str, Parameter], compiled: bool
 ) -> ModuleStyle:
-    """How a layer's module is made parallel; `parameters`: their descriptions by their names in the module."""
+    """Return how a layer's module is parallelized; `parameters`: their descriptions by their names in the module."""
     family, kind, config = context.family, base_type(type_name), context.family.configuration(context.plan.model)
     buffers = {local: BUFFER for local, parameter in parameters.items() if parameter.is_buffer}
     splits = context.plan.schedule.splits
@@ -345,7 +345,7 @@ def _style(
 def _sharing(
     context: RankContext, strategy: Strategy, randomness: Randomness, recomputation: Recomputation, experts_of: str
 ) -> Sharing:
-    """How a unit of a layer is sharded; `experts_of`: the layer's name if the unit is its experts, else empty."""
+    """Return how a layer's unit is sharded; `experts_of`: the layer's name if the unit is its experts, else empty."""
     plan, groups = context.plan, context.groups
     mesh, experts = groups.mesh(plan, strategy), experts_by_place(plan, experts_of)
     tensor_parallel = TensorParallel(
@@ -367,7 +367,7 @@ def _sharing(
 
 
 def _stock_module(context: RankContext, name: str, tensor_parallel: TensorParallel) -> nn.Module:
-    """The stock module of a layer on the meta device."""
+    """Return the stock module of a layer on the meta device."""
     plan = context.plan
     with torch.device("meta"), default_dtype(torch_dtype(plan.precision.parameters)):
         module = context.family.build(
@@ -415,7 +415,7 @@ def _fill(context: RankContext, parallel: ParallelModule, name: str, parameters:
 def _blocks(box: Box, order: Sequence[int] | None) -> Iterator[tuple[Any, Box]]:
     """Yield the blocks of a parameter that a shard consists of: where each lies in the shard, and its box.
 
-    `order`: the experts along the first dim of `box`, where they are not in order.
+    `order`: the expert at each place along the parameter's first dim; None if experts are in natural order.
     """
     if order is None:
         yield ..., box

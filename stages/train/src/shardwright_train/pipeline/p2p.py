@@ -36,15 +36,15 @@ class Port:
     there: tuple[int, int]
     """Pipeline stage and chunk number at the other side of the cut."""
     order: Mapping[Action, int]
-    """Order of the actions of the ranks at the other side."""
+    """Index of each action in the list of actions of the ranks at the other side."""
     shapes: tuple[tuple[int, int, int], ...]
-    """Shapes of this rank's part of each tensor."""
+    """Shape of this rank's part of each tensor [samples, positions, features]."""
     pieces: tuple[tuple[TensorPiece, ...], ...]
-    """Pieces of each tensor."""
+    """Pieces that other ranks send or receive of each tensor."""
 
 
 class Handover(NamedTuple):
-    """A connection between two chunks of this rank: what one makes is what the other begins with."""
+    """A connection between two chunks of this rank: the outputs of one are the inputs of the other."""
 
     chunk: int
     """The chunk at the other side of the cut."""
@@ -57,9 +57,9 @@ Connection = Port | Handover
 class Pipeline:
     """A rank's place in the pipeline: the source and destination of its chunks' messages, by pass and chunk.
 
-    Every pair of ranks has a separate group for each direction, and with several chunks for each of the two ways
-    around, so that no message waits for one of another kind: NCCL runs the operations of one communicator in order, so
-    two ranks that send to each other over the same one would deadlock.
+    Every pair of ranks has a separate process group for each direction and, with several chunks, another one for the
+    way around from the last stage to the first. So no message waits for a message of another kind: NCCL runs the
+    operations of one communicator in order, and two ranks that send to each other over the same one would deadlock.
     """
 
     context: RankContext
@@ -85,11 +85,11 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class StageAlone(Pipeline):
-    """A rank's place in a simulated pipeline: inputs and gradients have their shapes, and no values."""
+    """A rank's place in a simulated pipeline: the inputs and gradients it receives have shapes, but no values."""
 
     @classmethod
     def of_pipeline(cls, pipeline: Pipeline) -> "StageAlone":
-        """The place of a rank in a pipeline, without sends and receives."""
+        """Return a rank's place in a pipeline, with connections that neither send nor receive."""
         incoming, outgoing = (
             {key: port if isinstance(port, Handover) else _cut_off(port) for key, port in ports.items()}
             for ports in (pipeline.incoming, pipeline.outgoing)
@@ -129,7 +129,7 @@ class _Sent(NamedTuple):
 
     stage: int
     taken_at: int
-    """Number of the receiver's action that receives it."""
+    """Index of the receiver's action that receives the message."""
     work: dist.Work | None
     tensor: Tensor
 
@@ -149,7 +149,7 @@ class _Expected(NamedTuple):
 
 @dataclass
 class Messages:
-    """The messages of a step: pending receives, sends not yet known to be received, what chunks hand to each other."""
+    """The messages of a step: pending receives, sends not yet known to be received, and handovers between chunks."""
 
     pipeline: Pipeline
     expected: dict[Action, tuple[list[Tensor], list[_Expected]]] = field(default_factory=dict)
@@ -166,7 +166,7 @@ class Messages:
             self.expected[action] = tensors, list(_receives(tensors, port))
 
     def received(self, action: Action) -> list[Tensor]:
-        """Wait for an action's inputs and return them; none at the ends of the model.
+        """Wait for an action's inputs and return them; there are none at the ends of the model.
 
         Their arrival also shows that the neighbours have received all messages up to the action that sent them. Gloo
         can only tell that a message is sent by waiting for it.
@@ -182,7 +182,7 @@ class Messages:
             if buffer is not target:
                 target.copy_(buffer)
         stage, chunk = port.there
-        # The neighbour plays its list in order: its message proves that it has taken everything before this action, so
+        # The neighbour runs its actions in order: its message proves that it has received all that precedes it, so
         # waiting for these sends costs nothing and frees their memory.
         done = port.order[action._replace(chunk=chunk)]
         before, self.sends = self.sends, []
@@ -208,10 +208,11 @@ class Messages:
                 self.sends.append(_Sent(stage, taken_at, work, part))
 
     def send_after_the_last(self, tensors: Sequence[Tensor], action: Action) -> None:
-        """Send outputs; if no later message shows that they were received, then wait for all earlier sends.
+        """Send outputs, and wait for all earlier sends unless later messages will confirm that they were received.
 
-        If there are only forward passes, the neighbours have begun to receive these: no rank is two actions ahead of
-        the next. In a V the same neighbour sends outputs, too.
+        For steps in which this stage runs only forward passes. The receivers have already begun to receive the earlier
+        sends, as no rank is two actions ahead of the next one. In a V the receiver also sends outputs here, which
+        confirm them.
         """
         port = self.pipeline.outgoing[action.kind, action.chunk]
         coming = (other for (kind, _), other in self.pipeline.incoming.items() if kind is Pass.FORWARD)
@@ -247,12 +248,13 @@ def _receives(tensors: Sequence[Tensor], port: Port) -> Iterator[_Expected]:
 
 
 def until_fullest(actions: Sequence[Action]) -> tuple[Action, ...]:
-    """A stage's actions of the microbatches that begin before every chunk has added to existing gradients.
+    """Return a stage's actions for the first microbatches, as many as it takes to reach the peak memory of a step.
 
-    From then on each forward pass reuses memory that a backward pass has freed, so the peak no longer grows. One more
-    microbatch has begun than has been added, because the very last backward pass reduces gradients instead of adding.
-    With weight passes it grows until no later moment holds more, and one more microbatch has begun since: the last
-    microbatch adds to nothing of what its own backward pass makes.
+    These are the microbatches that begin before every chunk has added to existing gradients. From then on each forward
+    pass reuses memory that a backward pass has freed, so the peak no longer grows. One more microbatch begins than is
+    added, because the very last backward pass reduces gradients instead of adding them. With weight passes the peak
+    grows until the last of the fullest moments (`most_held`), and one more microbatch must begin after it, because the
+    gradients of the last microbatch are not added to any.
     """
     chunks, gone, begun = {action.chunk for action in actions}, dict[tuple[Pass, int], int](), set[int]()
     making = {action.kind for action in actions if action.kind.makes_gradients}
@@ -271,8 +273,8 @@ def until_fullest(actions: Sequence[Action]) -> tuple[Action, ...]:
 
 
 _Held = tuple[int, ...]
-"""What a stage with weight passes holds of each chunk: microbatches in flight, deferred ones, whether gradients are
-there."""
+"""What a stage with weight passes holds, three numbers for each chunk: microbatches whose backward pass is due,
+microbatches whose weight pass is due, and whether gradients exist."""
 
 
 def _held(actions: Sequence[Action]) -> Iterator[_Held]:
@@ -286,13 +288,13 @@ def _held(actions: Sequence[Action]) -> Iterator[_Held]:
 
 
 def most_held(actions: Sequence[Action]) -> frozenset[_Held]:
-    """Return what a stage with weight passes holds at moments that hold no less of anything than any other moment."""
+    """Return what a stage with weight passes holds at its fullest moments: no other holds as much in every number."""
     held = set(_held(actions))
     return frozenset(each for each in held if not any(more != each and all(map(ge, more, each)) for more in held))
 
 
 def holds_as_much(actions: Sequence[Action], whole: Sequence[Action]) -> bool:
-    """Return whether a stage holds at some moment at least what it holds at each moment of a whole step."""
+    """Return whether, for each moment of a whole step, some moment of `actions` holds at least as much of all."""
     held = most_held(actions)
     return all(any(all(map(ge, more, each)) for more in held) for each in most_held(whole))
 

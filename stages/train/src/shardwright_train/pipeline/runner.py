@@ -38,7 +38,7 @@ from shardwright_train.pipeline.p2p import Messages, Pipeline
 from shardwright_train.pipeline.stage import Stage
 
 MTP_FACTOR = 0.1
-"""Default factor of the losses of further tokens, that of Megatron-LM's mtp_loss_scaling_factor."""
+"""Default factor of the losses of further tokens, as in Megatron-LM's mtp_loss_scaling_factor."""
 
 # The microbatches of a batch.
 
@@ -57,12 +57,12 @@ class Microbatches:
     _masks: dict[int, Batch] = field(default_factory=dict)
 
     def taken_by(self, action: Action) -> Batch:
-        """The microbatch of a forward pass, without masks."""
+        """Return the microbatch of a forward pass, without masks."""
         samples = self.stage.context.share.local_samples
         return {name: x[action.microbatch * samples :][:samples] for name, x in self.batch.items()}
 
     def masked(self, batch: Batch, action: Action) -> Batch:
-        """Return a micro-batch with its layers' masks, if these differ from other micro-batches'."""
+        """Return a micro-batch with its layers' masks, if masks differ between micro-batches."""
         if not self.stage.has_blocks or not (wanted := self._wanted(batch)):
             return batch
         masks = self._masks.pop(action.microbatch, None)
@@ -73,7 +73,7 @@ class Microbatches:
         return {**batch, **masks}
 
     def _wanted(self, batch: Batch) -> tuple[tuple[int | None, Places], ...]:
-        """The windows and places of this rank's blocks whose masks hold documents, images or padding."""
+        """Return the windows and places for which a micro-batch's documents, images or padding require masks."""
         context = self.stage.context
         facts = context.family.facts.attention
         if DOCUMENTS in batch or facts.images_ahead:
@@ -82,7 +82,7 @@ class Microbatches:
         return tuple(pair for pair in context.masks if pair[0] is not None) if padded else ()
 
     def _made(self, batch: Batch, wanted: Sequence[tuple[int | None, Places]]) -> Batch:
-        """The masks of a microbatch for each of some windows and places."""
+        """Return the masks of a microbatch, one for each of the `wanted` windows and places."""
         context, mask = self.stage.context, self.stage.context.family.facts.attention.mask
         dtype = torch_dtype(context.plan.precision.compute)
         if (facts := context.family.facts).attention.images_ahead:
@@ -139,9 +139,10 @@ _NOTHING_IS_DRAWN: RNGKey = (0, 0, 0)
 class StepHook(Protocol):
     """A callable that a step calls at each of its events.
 
-    A pass calls it with `<kind>.begin`, `<kind>.wait` once the messages are there that it begins with,
-    `<segment>.<kind>` at the end of each segment (or of a part of it) and `<kind>.end`, where kind is `forward` or
-    `backward`; a `weight` pass with its begin and end; outside of passes stand `start`, `reduced` and `optimizer`.
+    A forward or backward pass, as the `<kind>`, calls it with `<kind>.begin`, with `<kind>.wait` once the messages that
+    it needs have arrived, with `<segment>.<kind>` at the end of each segment (or of a part of it), and with
+    `<kind>.end`. A weight pass calls it with `weight.begin` and `weight.end`. Events outside of passes are `start`,
+    `reduced` and `optimizer`.
     """
 
     def __call__(self, name: str, at: MicrobatchChunk | None = None) -> None:
@@ -161,9 +162,9 @@ class Step:
     counted: int
     """Number of labels that count in the whole global batch."""
     further: tuple[int, ...] = ()
-    """The same of the labels 1, 2, ... positions further, if a model predicts these, too."""
+    """The same number for the labels 1, 2, ... positions further, if the model predicts these, too."""
     mtp_factor: float = MTP_FACTOR
-    """What the mean of their losses is multiplied by."""
+    """Factor of the mean of these further labels' losses."""
     seed: int = 0
     number: int = 1
     """Number of the step, from 1."""
@@ -171,7 +172,7 @@ class Step:
 
     @classmethod
     def of_batch(cls, batch: Batch, share: BatchShare, number: int = 1) -> "Step":
-        """A step on a global batch that every rank has."""
+        """Return a step on a global batch that every rank has."""
         further = further_labels(batch, share.depths).unbind(-1) if share.depths else ()
         counted, *others = (int((labels != IGNORED).sum().item()) for labels in (batch["labels"], *further))
         return cls(share.part_of(batch), counted, tuple(others), number=number)
@@ -188,13 +189,13 @@ class ForwardHook(Protocol):
 
 
 def run_step(stage: Stage, pipeline: Pipeline, step: Step, around: ForwardHook, hook: StepHook = no_hook) -> Tensor:
-    """Run forward and backward of a global batch.
+    """Run the forward and backward passes of a global batch, and return this rank's part of the loss.
 
-    Leaves in the parameters the gradients of `loss_scale` times the loss: the mean over all labels of the batch that
-    count, and of blocks' auxiliary losses the mean over all samples. Returns this rank's part of the loss, unscaled:
-    the sum over all ranks is the loss. After it come the mean losses of further tokens, depth by depth. A family with
-    auxiliary losses has then [1 + experts]: their part of the loss, and how often each expert of each layer is chosen:
-    ranks that compute the same positions all count them.
+    Leaves in the parameters the gradients of `loss_scale` times the loss: the mean cross entropy over all labels of the
+    batch that count, plus the mean over all samples of blocks' auxiliary losses. The result is unscaled: the sum over
+    all ranks is the loss. If the model predicts further tokens, their mean losses follow, depth by depth. For a family
+    with auxiliary losses [1 + experts] follow: the auxiliary part of the loss, and how often each expert of each layer
+    was chosen. All ranks that compute the same positions count them.
     """
     plan, todo = pipeline.context.plan, pipeline.actions()
     passes = _Passes(stage, pipeline, step, hook, around, Messages(pipeline))
@@ -245,15 +246,15 @@ class _Passes:
     losses_of_head: Tensor = field(init=False)
     """The loss, and the mean loss of each depth that predicts further tokens [1 + depths]."""
     losses: defaultdict[MicrobatchChunk, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
-    """Auxiliary losses of blocks, at which backward passes start, too."""
+    """Auxiliary losses of blocks: further roots of the backward passes."""
     auxiliary: Tensor = field(init=False)
     """This rank's part of the sum of the auxiliary losses."""
     assignments: Tensor = field(init=False)
-    """How often each expert of each layer is chosen on this rank: whole numbers, in 64 bits exact."""
+    """How often each expert of each layer is chosen on this rank: whole numbers, exact in float64."""
     experts: Mapping[str, slice] = field(init=False)
-    """Place of the experts of each layer among these, by the layer's name."""
+    """Slice of each layer's experts in `assignments`, by the layer's name."""
     segments: defaultdict[MicrobatchChunk, list[str]] = field(default_factory=lambda: defaultdict(list))
-    """Events of segments that a microbatch has had in a chunk."""
+    """Segment events of a microbatch in a chunk for which the hook has been called."""
 
     def __post_init__(self) -> None:
         device = self.pipeline.context.device
@@ -306,7 +307,7 @@ class _Passes:
     def _mean(self, sums: Tensor) -> Tensor:
         """Return a micro-batch's part of the loss from its summed cross entropy [] or [1 + depths], and note it.
 
-        Divided by the labels of the whole batch: microbatches may hold different numbers of labels.
+        The sum is divided by the number of labels of the whole batch, as microbatches may hold different numbers.
         """
         if not self.step.further:
             mean = sums / self.step.counted
@@ -361,7 +362,7 @@ class _Passes:
         self.hook(name, at)
 
     def _end_segments(self, at: MicrobatchChunk) -> None:
-        """Call the hook for the segments whose backward pass ends with this one."""
+        """Call the hook for the segments that end with this backward pass, and that it was not called for before."""
         noted = self.segments.pop(at, [])
         for name in (f"{segment}.backward" for segment in reversed(self.stage.chunks[at[1]].segments)):
             if name not in noted:
@@ -374,7 +375,7 @@ class _Passes:
             self.assignments[self.experts[layer.name]] += output.counts
 
     def _received(self, action: Action, following: Action | None) -> list[Tensor]:
-        """The inputs of an action; receiving the inputs of the next one begins first."""
+        """Return the inputs of an action, after starting to receive the inputs of the following one."""
         if following is not None:
             self.messages.expect(following)
         return self.messages.received(action)
@@ -399,8 +400,8 @@ def evaluating(stage: Stage) -> Iterator[None]:
 def run_forward(stage: Stage, pipeline: Pipeline, batch: Batch) -> Tensor:
     """Run the forward passes of a rank's share of a global batch, inside `evaluating`.
 
-    Returns the sum of the loss over the labels that count, and their number, in float64: this rank's parts, which add
-    up over all ranks; ranks away from the end of the model have 0. At any moment the messages of no more than two
+    Returns [2] in float64: the sum of the loss over the labels that count, and their number. These are this rank's
+    parts, which add up over all ranks; ranks without the head have 0. At any moment the messages of no more than two
     microbatches are in flight.
     """
     context = pipeline.context
@@ -429,10 +430,11 @@ def run_forward(stage: Stage, pipeline: Pipeline, batch: Batch) -> Tensor:
 def _parts(stage: Stage, action: Action, loss: Tensor, microbatch: Batch) -> Tensor:
     """Return this rank's part of a micro-batch's summed loss, and of its number of labels.
 
-    Each rank of the head's group has the same samples, and each that shares the vocabulary the same loss.
+    Ranks that split the vocabulary have the same loss, and all ranks with the same samples the same labels: each counts
+    its fraction.
     """
     head = stage.chunks[action.chunk].layers[-1]
     counted = (microbatch["labels"][head.samples] != IGNORED).sum().double()
     axes = axes_of(head.strategy)
-    loss = loss.reshape(-1)[0].double()  # of further tokens none is reported
+    loss = loss.reshape(-1)[0].double()  # losses of further tokens are not reported
     return torch.stack([loss / axes.dense.tensor.size, counted / axes.layout.sample_ranks])

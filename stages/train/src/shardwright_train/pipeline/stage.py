@@ -1,4 +1,4 @@
-"""A rank's pipeline stage: its chunks of layers, its tied parameters, and the sums of gradients that no pass makes."""
+"""A rank's pipeline stage: its chunks of layers, its tied parameters, and gradient sums over ranks and layers."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,13 +53,13 @@ class TiedParameters:
         self.replicas = frozenset(
             (replica.layer, replica.parameter.name) for one in tied for replica in one[1:] if rank in replica.ranks
         )
-        """Layer and parameter of each replica that this rank does not own: it counts once in a norm."""
+        """Layer and parameter of each replica on this rank that is not the owner: a norm counts only the owner."""
         trained = trained_ones(tied)
         self._from_owners = pieces_from_owners(tied)
         self._gradients = pieces_to_owners(trained), pieces_from_owners(trained)
 
     def alone(self) -> "TiedParameters":
-        """Return these replicas without any exchange."""
+        """Return a copy of these replicas that exchanges nothing."""
         alone = copy(self)
         alone.group = None
         return alone
@@ -67,8 +67,9 @@ class TiedParameters:
     def sum_gradients(self, gradients: Mapping[tuple[str, str], Tensor], like: Tensor) -> None:
         """Give every replica the sum of all replicas' gradients: local shards by layer and parameter, in place.
 
-        Frozen ones have none: a rank with no other takes part with nothing, of the dtype and on the device of `like`.
-        The owner adds in the order of the layers and sends out its sums, so that replicas stay equal to the bit.
+        Frozen parameters have no gradients: a rank that has only frozen ones takes part with an empty tensor, with the
+        dtype and the device of `like`. The owner adds in the order of the layers and sends out its sums, so that
+        replicas stay equal to the bit.
         """
         to_owners, from_owners = self._gradients
         if self.group is not None and to_owners:
@@ -132,7 +133,7 @@ class Chunk(nn.Module):
     def forward(
         self, states: States, batch: Batch, rng_key: RNGKey, hook: Hook, note_loss: LossHook, before: Hook
     ) -> States | Tensor:
-        """Run one microbatch through the chunk; `before` is called with the name of each layer ahead of it."""
+        """Run one microbatch through the chunk; `before` is called with the name of each layer before it runs."""
         for layer in self.layers:
             before(layer.name)
             if layer.kind == HEAD:
@@ -146,14 +147,14 @@ class Chunk(nn.Module):
 
     @property
     def segments(self) -> tuple[str, ...]:
-        """The parts of a pass that events are of, in the order of the forward pass."""
+        """The segments of a pass that end with an event, in the order of the forward pass."""
         kinds = [layer.kind for layer in self.layers]
         return (*(["embedding"] if EMBEDDING in kinds else []), "layers", *(["head"] if HEAD in kinds else []))
 
     def prepare_backward(self, reduce_gradients: bool, last: bool) -> None:
         """Set whether the next pass that makes gradients reduces them and whether it is the step's last.
 
-        ZeRO-3 units give their gathered parameters back after every backward pass, the others after the last.
+        ZeRO-3 units free their gathered parameters after every backward pass, other units after the step's last one.
         """
         self._is_last = last
         if not self.layers or not self.has_backward:
@@ -179,7 +180,7 @@ class Chunk(nn.Module):
             end_without_backward(self)
 
     def make_weight_gradients(self) -> None:
-        """Make the gradients that the oldest backward pass has left, layer by layer from the last to the first.
+        """Compute the weight gradients that the oldest backward pass has left, from the last layer to the first.
 
         The step's last ones are reduced while the gradients of earlier layers are made.
         """
@@ -189,13 +190,13 @@ class Chunk(nn.Module):
             self.end_step()
 
     def end_backward(self) -> None:
-        """End a backward pass: what it has left belongs to one weight pass."""
+        """End a backward pass: the matrix products that it has left belong to one weight pass."""
         for layer in self.layers:
             if (products := layer.parallel.style.products) is not None:
                 products.end_of_pass()
 
     def start_reductions(self) -> None:
-        """After a backward pass, start to reduce the layers whose inputs have no gradient to trigger it."""
+        """After a backward pass, start to reduce gradients of layers whose inputs have no gradient to trigger that."""
         for layer in self.layers:
             layer.start_reductions()
 
@@ -229,11 +230,11 @@ class Stage:
         return any(chunk.has_backward for chunk in self.chunks)
 
     def computes(self, action: Action) -> bool:
-        """Whether an action computes something: layers before the first trained one make no gradients."""
+        """Return whether an action computes something: layers before the first trained one make no gradients."""
         return self.chunks[action.chunk].has_backward or not action.kind.makes_gradients
 
     def gathers_for(self, action: Action) -> bool:
-        """Whether an action computes with parameters that ZeRO-3 gathers: weight passes do not."""
+        """Return whether an action computes with parameters that ZeRO-3 gathers: weight passes do not."""
         return bool(action.kind.way) and self.computes(action)
 
     def parameters(self) -> Iterator[tuple[Layer, str, nn.Parameter]]:
@@ -243,18 +244,18 @@ class Stage:
                 yield layer, layer.described_name(name), parameter
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters under their Hugging Face names."""
+        """Return this rank's parameters by their Hugging Face names."""
         full_name, model = self.context.family.full_name, self.context.plan.model
         return {full_name(model, layer.name, name): parameter for layer, name, parameter in self.parameters()}
 
     def stock_names(self) -> dict[str, str]:
-        """This rank's parameter names in the stock model by Hugging Face name, replicas named as their owner."""
+        """Return the stock model's parameter name, by Hugging Face name: for replicas, the name of their owner."""
         owner_name, model = self.context.family.owner_name, self.context.plan.model
         owners = (owner_name(model, layer.name, name) for layer, name, _ in self.parameters())
         return dict(zip(self.parameters_by_name(), owners, strict=True))
 
     def expert_orders(self) -> dict[str, tuple[int, ...]]:
-        """The experts along the first dim of parameters that have them in another order, by Hugging Face name."""
+        """Return the experts along the first dim of parameters that reorder experts, by Hugging Face name."""
         model, plan, found = self.context.plan.model, self.context.plan, dict[str, tuple[int, ...]]()
         for (layer, name, _), full_name in zip(self.parameters(), self.parameters_by_name(), strict=True):
             order = experts_by_place(plan, layer.name)
@@ -263,12 +264,12 @@ class Stage:
         return found
 
     def replicas(self) -> frozenset[str]:
-        """Return the names of the parameters that are replicas of another layer's."""
+        """Return the Hugging Face names of the parameters that are replicas of another layer's parameter."""
         full = zip(self.parameters(), self.parameters_by_name(), strict=True)
         return frozenset(name for (e, described, _), name in full if (e.name, described) in self.tied.replicas)
 
     def router_biases(self) -> RouterBiases | None:
-        """The biases of routers that steps correct on this rank; None if the model has none."""
+        """Return the router biases on this rank that each step corrects; None if the model has none."""
         model = self.context.plan.model
         corrected = {kind: bias.name for kind in model.types if (bias := corrected_bias(model.types[kind]))}
         if not corrected:
@@ -284,13 +285,13 @@ class Stage:
 
     @property
     def gathered_ahead(self) -> frozenset[str]:
-        """The layers of which ZeRO-3 gathers parameters while the layer before computes."""
+        """The names of the layers whose parameters ZeRO-3 gathers while the previous layer computes."""
         zero3 = DataParallel.ZERO3
         return frozenset(layer.name for layer, unit in self.units if unit.strategy.data_parallel is zero3)
 
     @property
     def gathered_bytes(self) -> int:
-        """The bytes that ZeRO-3 holds gathered or is gathering; between passes, the next pass's first layer."""
+        """Bytes of ZeRO-3 parameters gathered or being gathered; between passes, only the next pass's first layer."""
         zero3 = (unit for _, unit in self.units if unit.strategy.data_parallel is DataParallel.ZERO3)
         return sum(gathered_bytes(unit.module) for unit in zero3)
 
@@ -300,7 +301,7 @@ class Stage:
         self.chunks[action.chunk].gathers.prepare(action.kind, then)
 
     def finish_gradients(self) -> None:
-        """Create missing gradients of trained parameters, and sum those to which several ranks or layers contribute."""
+        """Create missing gradients of trained parameters, and sum gradients that several ranks or layers have made."""
         gradients, partial = {}, defaultdict[dist.ProcessGroup, list[Tensor]](list)
         for layer, unit in self.units:
             if unit.gradient_all_reduce is not None:
@@ -355,10 +356,11 @@ def _site(context: RankContext, tensor: BoundaryTensor) -> RedistributionSite:
 
 
 def _hooked_both_ways(states: States, hook: Hook, ended: str, begun: str, is_output: bool = False) -> States:
-    """Call the hook at the boundary of two segments, when the forward pass and when the gradients reach it.
+    """Call the hook at the boundary of two segments when the forward pass reaches it, and when the gradients do.
 
-    Returns views, because a state may have other uses before the border, and none after it: the other segment's
-    backward pass is over when its gradients exist. An output has no other use, and FSDP2 wants no view there.
+    Returns views of the states, which only the later segment reads: when their gradients exist, its backward pass is
+    over. A state itself may also be read before the boundary. An output of the chunk has no other reader, and FSDP2
+    does not accept a view there.
     """
     hook(f"{ended}.forward")
     views = states if is_output else tuple(x.view_as(x) if x.requires_grad else x for x in states)

@@ -88,7 +88,7 @@ def check_loggers(names: tuple[LogTo, ...]) -> None:
 
 
 def scalars(metrics: StepMetrics, prediction: Prediction | None) -> dict[str, float]:
-    """Return the numbers of a step by name, without unknown ones."""
+    """Return the numbers of a step by name, without those that are unknown."""
     evaluation = metrics.evaluation
     further = () if metrics.mtp_losses is UNSET else metrics.mtp_losses
     values = {
@@ -111,7 +111,7 @@ def scalars(metrics: StepMetrics, prediction: Prediction | None) -> dict[str, fl
 
 
 def _open_tensorboard(run: RunNames) -> Logger:
-    """Write event files in `OUT/tensorboard`; they replace what an earlier process wrote of steps that run again."""
+    """Open a logger of event files in `OUT/tensorboard`; they replace an earlier process's steps that run again."""
     from torch.utils.tensorboard import SummaryWriter
 
     folder = run.out / "tensorboard"
@@ -129,7 +129,7 @@ def _open_tensorboard(run: RunNames) -> Logger:
 
 
 def _open_wandb(run: RunNames) -> Logger:
-    """Begin a run of the project `shardwright`, or of WANDB_PROJECT; with WANDB_MODE=offline in `OUT/wandb`."""
+    """Open a logger to a run in the project `shardwright`, or WANDB_PROJECT; with WANDB_MODE=offline in `OUT/wandb`."""
     import wandb
 
     faults = (OSError, wandb.Error)

@@ -66,7 +66,7 @@ from shardwright_train.weights.reading import Weights, open_weights
 
 
 _SEED = 0
-"""Seed of random draws in an evaluation, such as masked tokens, equal for every run."""
+"""Seed of random draws in an evaluation, such as masked tokens; the same in every run."""
 _MAX_PERPLEXITY = 1e15
 
 
@@ -76,15 +76,15 @@ class ValidationData:
 
     batches: Batches
     samples: int
-    """Number of samples to evaluate on, the first of the split; padding of the last global batch does not count."""
+    """Number of samples to evaluate on, from the split's beginning; the last global batch's padding does not count."""
 
     @property
     def sha256(self) -> str:
-        """The identity of the evaluation data: losses on other data are not comparable."""
+        """A hash of the evaluation data: losses on other data are not comparable."""
         return sha256_of_value([self.batches.sha256, self.samples])
 
     def read(self, number: int, share: BatchShare) -> Batch:
-        """A rank's share of a global batch, numbered from 0; labels past the last sample are IGNORED."""
+        """Return a rank's share of a global batch, numbered from 0; labels past the last sample are IGNORED."""
         first = number * share.global_samples
         batch = self.batches.read(first, share)
         if "labels" not in batch:
@@ -95,7 +95,7 @@ class ValidationData:
 
 
 def open_validation(job: RunOptions, plan: Plan) -> ValidationData | None:
-    """The validation data of a run, or None; raises BadInput if evaluation is impossible."""
+    """Return the validation data of a run, or None; raise BadInput if evaluation is impossible."""
     objective = family_of(plan.model, job.plan).trained_on(plan.model, job.objective, job.loss_on)
     if job.valid_data is not None:
         batches: Batches = objective.open(job.valid_data, _SEED, boundaries=job.boundaries)
@@ -117,8 +117,8 @@ class Evaluator:
     def evaluate(self, step: int, stops: Callable[[], bool] = lambda: False) -> Evaluation | None:
         """Return the mean loss over all labels, without ignored positions, after a step; None if a rank wants to stop.
 
-        Parameters, gradients, moments and random states are left as they are. Raises RunFailed on all ranks if the
-        loss is not a number or no label counts.
+        Parameters, gradients, optimizer states and random states are left as they are. Raises RunFailed on all ranks
+        if the loss is not finite or no label counts.
         """
         began, totals, stage = time.monotonic(), [0.0, 0.0], self.engine.stage
         self.engine.late.flush()
@@ -152,14 +152,14 @@ class Evaluator:
 
 
 def better(best: Best | None, evaluation: Evaluation | None, step: int, data: ValidationData) -> Best | None:
-    """The lowest loss so far, an evaluation after a step included."""
+    """Return the lowest loss so far, including an evaluation after a step."""
     if evaluation is None or (best is not None and best.loss <= evaluation.loss):
         return best
     return Best(step=step, loss=evaluation.loss, data_sha256=data.sha256)
 
 
 def best_so_far(job: RunOptions, saved: Best | None, data: ValidationData | None) -> Best | None:
-    """The lowest loss from which a run continues; None if not requested, or for other data."""
+    """Return the lowest loss of earlier evaluations of a run; None if it is not requested, or belongs to other data."""
     if saved is None or data is None or not job.keep_best:
         return None
     return saved if saved.data_sha256 == data.sha256 else None
@@ -196,7 +196,7 @@ class _Run:
         return step == self.job.steps or (interval > 0 and step % interval == 0)
 
     def read(self, step: int) -> Step:
-        """Return the inputs of a step, read ahead of it."""
+        """Return the inputs of a step; called before the step begins."""
         share = self.engine.stage.context.share
         first = self.resumed.samples + (step - self.resumed.step - 1) * share.global_samples
         batch = on_host(self.batches.read(first, share), self.world.device)
@@ -211,8 +211,8 @@ class _Run:
 def train(job: RunJob, world: World) -> None:
     """Train to the job's last step on all ranks, from the newest whole checkpoint of this run if there is one.
 
-    Raises BadInput together on all ranks when plan, data or checkpoint cannot be used, RunFailed when loss or gradient
-    norm is not a number, Stopped when a rank was asked to stop: then the state is saved first.
+    Raises on all ranks together: BadInput if plan, data or checkpoint cannot be used; RunFailed if loss or gradient
+    norm is not finite; Stopped, after saving the state, if a rank was asked to stop.
     """
     with deterministic(job.plan, job.deterministic):
         _train(job, world)
@@ -292,7 +292,7 @@ def _loggers(job: RunOptions, plan: Plan, world: World, folder: Path, first: int
 
 
 def _weights(job: RunOptions, plan: Plan, world: World) -> Weights | None:
-    """Return the initial weights, if a folder is given."""
+    """Return the given initial weights; None if no folder is given."""
     if job.weights is None:
         return None
     folder, family = job.weights, family_of(plan.model, job.plan)
@@ -340,7 +340,7 @@ def _saver(job: RunJob, folder: Path, identity: Identity, began: Beginning, engi
 
 
 def _steps(run: _Run, ready: Iterator[Step], stop_asked: list[int]) -> Progress:
-    """Run the training loop, and return the progress, which is saved."""
+    """Run the training loop, and return the final progress, which has been saved."""
     job, progress = run.job, run.resumed
     began, due = time.monotonic(), Due(job.checkpoint_every, job.checkpoint_minutes, job.max_time_s)
     fixed = LossScale.for_compute(run.plan.precision.compute).fixed
@@ -373,7 +373,7 @@ def _steps(run: _Run, ready: Iterator[Step], stop_asked: list[int]) -> Progress:
             run.reports.load.write(run.saver.folder)
             run.saver.save(run.engine.tensors(), progress, wait=ends)
             due = due.saved()
-        if step > run.resumed.step + 1:  # the first takes longer
+        if step > run.resumed.step + 1:  # the first step takes longer
             grace = grace.after(step_time_s, run.saver.took_s)
         if stops and step < job.steps:
             note = stop_note(step, job.steps, not due.to_stop(), folder_of_step(run.saver.folder, step))
@@ -385,7 +385,7 @@ def _steps(run: _Run, ready: Iterator[Step], stop_asked: list[int]) -> Progress:
 def _scale_after(run: _Run, work: Step, outcome: StepOutcome, scale: LossScale) -> LossScale:
     """Return the loss scale of the next step.
 
-    Raises RunFailed, on all ranks, if loss or gradient norm is not a number and no overflow that a lower scale mends.
+    Raises RunFailed, on all ranks, if loss or gradient norm is not finite for another reason than too high a scale.
     """
     overflowed = scale.can_fall and math.isfinite(outcome.loss) and not outcome.finite
     if not outcome.finite and not overflowed:

@@ -1,4 +1,4 @@
-"""Files about a run's steps: metrics.jsonl, a line for each step, and load.json, the mean load of experts."""
+"""Files about a run's steps: metrics.jsonl, with a line for each step, and load.json, the mean load of experts."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ class LoadLog:
     def resume(self, folders: Sequence[Path], step: int) -> None:
         """Continue from the first load.json in these folders that ends at this step.
 
-        Raises BadInput for a damaged one, and for one that another model or program wrote.
+        Raises BadInput if a load.json is damaged, or if it was written for another model or by another program.
         """
         for file in (folder / LOAD for folder in folders):
             load = read_document(file, ExpertLoad) if self._sums and file.is_file() else None
@@ -57,7 +57,7 @@ class LoadLog:
                 return
 
     def _misfit(self, load: ExpertLoad) -> str | None:
-        """Return why sums cannot be continued from a load, or None if they can."""
+        """Return the reason why sums cannot be continued from a load, or None if they can."""
         if (problem := load_misfit(load, self.model)) is not None:
             return problem
         groups = {one.layer: {group.ep_size for group in one.groups} for one in load.layers}
@@ -74,7 +74,7 @@ class LoadLog:
             self._sums[layer].add(counts[part])
 
     def write(self, folder: Path) -> None:
-        """Write load.json into a folder, if steps are counted."""
+        """Write load.json into a folder if steps have been counted."""
         if self.last_step:
             layers = tuple(sums.mean(layer, self.last_step - self.first_step + 1) for layer, sums in self._sums.items())
             load = ExpertLoad(
@@ -111,12 +111,12 @@ class _LayerSums:
 
 
 def group_imbalance(shares: NDArray[np.float64], groups: int) -> float:
-    """The load of the fullest of equal groups of neighbours over the mean group's."""
+    """Return the ratio of the largest load to the mean, among equal `groups` of consecutive experts."""
     return float(groups * shares.reshape(groups, -1).sum(1).max())
 
 
 def expert_imbalance(model: Model, assignments: Sequence[float]) -> float | UnsetType:
-    """The load of the fullest expert over the mean one's, the mean over layers; UNSET without experts."""
+    """Return the ratio of the largest to the mean expert's load, as a mean over layers; UNSET without experts."""
     counts = np.asarray(assignments)
     parts = [counts[part] for part in expert_slices(model).values()] if assignments else []
     return float(np.mean([part.max() / part.mean() for part in parts])) if parts else UNSET
@@ -138,7 +138,7 @@ class Metrics:
     time_left: TimeLeft = field(default_factory=TimeLeft)
 
     def keep_until(self, step: int, parent: Path | None) -> None:
-        """Drop the lines after a checkpoint's step, which runs again; without lines, begin with the parent's."""
+        """Drop the lines after a checkpoint's step, as later steps run again; without a file, copy the parent's."""
         file = self.file
         if not file.is_file() and parent is not None and (parent / METRICS).is_file():
             file = parent / METRICS
@@ -152,9 +152,9 @@ class Metrics:
     def write(
         self, step: int, outcome: StepOutcome, step_time_s: float, evaluation: Evaluation | None = None
     ) -> StepMetrics | None:
-        """Write a step's metrics, and print one step in twenty, without synchronizing the device.
+        """Write a step's metrics, and print about twenty steps of a run, without synchronizing the device.
 
-        Returns the written metrics on rank 0; None on the others.
+        Returns the written metrics on rank 0; None on the other ranks.
         """
         plan, world = self.plan, self.world
         if world.rank != 0:
@@ -196,7 +196,7 @@ def _described(evaluation: Evaluation) -> str:
 
 
 def _step_of(line: bytes) -> int | None:
-    """The step of a line; None if the line is damaged, such as by an interrupted write."""
+    """Return the step of a line; None if the line is damaged, such as by an interrupted write."""
     try:
         return msgspec.json.decode(line, type=StepMetrics).step if line.endswith(b"\n") else None
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -205,7 +205,7 @@ def _step_of(line: bytes) -> int | None:
 
 @dataclass
 class StepReports:
-    """A writer of steps in order, each while the next one runs; a slow write delays the step after that."""
+    """A writer of reports on steps, each while the next step runs; a slow write delays the step after that one."""
 
     metrics: Metrics
     loggers: Loggers

@@ -1,4 +1,4 @@
-"""What ends a run before its last step: signals and time limits, numbers that are not finite, and too little memory."""
+"""Reasons for a run to end before its last step: signals, time limits, non-finite numbers, and too little memory."""
 
 import signal
 import sys
@@ -29,7 +29,7 @@ from shardwright_train.torch_private import tree_leaves
 
 
 NOTE, DONE = "STOPPED.json", "DONE.json"
-"""Names of the final notes of a stopped and of a finished run."""
+"""File names of the final notes of a stopped and of a finished run."""
 
 
 def stop_note(step: int, steps: int, in_time: bool, checkpoint: object) -> StopNote:
@@ -97,7 +97,7 @@ class Due:
         return step % self.every_steps == 0
 
     def by_time(self) -> bool:
-        """Whether the last checkpoint is older than `every_minutes`."""
+        """Return whether the last checkpoint is older than `every_minutes`."""
         return 0 < self.every_minutes * 60 < time.monotonic() - self.saved_s
 
     def to_stop(self) -> bool:
@@ -120,7 +120,7 @@ _START = 2.0**16
 _GROWTH_STEPS = 2000
 _FACTOR = 2.0
 _MIN_SCALE = 1.0
-# Forward finds come before those of the backward pass, then earlier microbatches, then lower layers, then ranks.
+# Sorted: finds in the forward pass before finds in the backward pass, then by microbatch, layer and rank.
 _Find = tuple[int, int, int, int, str]
 
 
@@ -134,7 +134,7 @@ class LossScale:
 
     @classmethod
     def for_compute(cls, dtype: str) -> "LossScale":
-        """The initial scale for a dtype: float16 starts at 2^16 and adapts; other formats need none."""
+        """Return the initial scale for a dtype: float16 starts at 2^16 and adapts; other formats need no scale."""
         return cls(_START, fixed=False) if dtype == "float16" else cls()
 
     @property
@@ -143,7 +143,7 @@ class LossScale:
         return not self.fixed and self.value > _MIN_SCALE
 
     def after(self, overflowed: bool) -> "LossScale":
-        """The scale of the next step: halved after an overflow, doubled after 2000 steps without one."""
+        """Return the scale of the next step: halved after an overflow, doubled after 2000 steps without one."""
         if self.fixed:
             return self
         if overflowed:
@@ -157,7 +157,7 @@ class LossScale:
 def first_nonfinite(engine: Engine, step: Step, world: World) -> str:
     """Run a step again, checking every layer's output and gradients, and return where the first non-finite value is.
 
-    Collective over the world; the parameters are as they were, for such a step updates nothing.
+    Collective over the world; the parameters are unchanged since the step, because a non-finite step updates nothing.
     """
     finds: list[_Find] = []
     rank = world.rank
@@ -185,7 +185,7 @@ def first_nonfinite(engine: Engine, step: Step, world: World) -> str:
 
 
 def _finite(values: object) -> bool:
-    # Detached, so that no graph is kept: a replay would otherwise go on to what selective recomputation left out.
+    # Detached, so that no graph is kept: otherwise a replay would go on to results that selective recomputation omits.
     return all(bool(torch.isfinite(x.detach()).all()) for x in tree_leaves(values) if isinstance(x, Tensor))
 
 
@@ -203,9 +203,9 @@ _STATES = ("parameters", "gradients", "optimizer")
 
 @contextmanager
 def lack_of_memory_explained(file: Path, plan: Plan, engine: Engine) -> Iterator[None]:
-    """Raise PyTorch's out-of-memory error as OutOfMemory, with a one-line explanation.
+    """Convert PyTorch's out-of-memory errors to OutOfMemory, with a one-line explanation.
 
-    `file` is the plan's; the prediction is searched next to it.
+    `file`: the plan's file; the prediction is expected next to it.
     """
     try:
         with out_of_memory_said():
@@ -226,7 +226,7 @@ def lack_of_memory_explained(file: Path, plan: Plan, engine: Engine) -> Iterator
 
 
 def _resident(engine: Engine) -> dict[str, int]:
-    """Return the bytes on this rank's device by category, the rest of PyTorch's memory last."""
+    """Return the bytes on this rank's device by category; the last one is the rest of PyTorch's memory."""
     device, optimizer = engine.stage.context.device, engine.optimizer
     sizes = optimizer.parameter_bytes, optimizer.gradient_bytes, optimizer.state_bytes
     resident = dict(zip(_STATES, sizes, strict=True))
@@ -245,14 +245,14 @@ def _sizes_text(sizes_bytes: Mapping[str, int]) -> str:
 
 
 def prediction_of(file: Path, plan: Plan) -> Prediction | None:
-    """Return the prediction next to a plan's file, if it exists and is of this plan."""
+    """Return the prediction next to a plan's file; None if there is none, or if it belongs to another plan."""
     prediction_file = file.with_suffix(".prediction.json")
     prediction = read_document(prediction_file, Prediction) if prediction_file.is_file() else None
     return prediction if prediction is not None and prediction.plan_sha256 == plan.sha256 else None
 
 
 def _fitting_plan(prediction: Prediction, stage: StagePrediction, needed: int, plan: Plan, file: Path) -> str:
-    """Return, in words, the best runner-up that fits even if it exceeds its prediction as much as this plan did."""
+    """Return, in words, the best runner-up that fits even if it exceeds its prediction by the same ratio as `plan`."""
     factor = max(1.0, needed / stage.memory_bytes)
     room = min(node.memory_bytes for node in plan.cluster.node_types.values())
     for number, runner_up in enumerate(prediction.runners_up, start=1):
@@ -267,7 +267,7 @@ def _fitting_plan(prediction: Prediction, stage: StagePrediction, needed: int, p
 
 
 def mask_memory(context: RankContext, prediction: Prediction | None) -> str:
-    """A warning of how much memory masks take beyond the prediction, for the rank with the least left."""
+    """Return a warning about the memory of masks, which predictions do not count, on the rank with the least left."""
     sizes = []
     for rank in range(context.plan.world_size):
         there = replace(context, rank=rank)
@@ -284,10 +284,10 @@ def mask_memory(context: RankContext, prediction: Prediction | None) -> str:
 
 
 def try_stages(engine: Engine, step: Step, world: World, group: dist.ProcessGroup, file: Path) -> None:
-    """Run each pipeline stage by itself on a step's samples, all at the same time.
+    """Run each pipeline stage by itself on a step's samples, all at the same time, and print the result.
 
-    Leaves no gradients, and prints the result.
-    `group` is one of all ranks, `file` the plan's. Raises OutOfMemory if a device has too little memory.
+    Leaves no gradients. `group`: a group of all ranks; `file`: the plan's file. Raises OutOfMemory if a device has too
+    little memory.
     """
     plan = engine.stage.context.plan
     world.heartbeat.begin("while each pipeline stage is tried alone")

@@ -65,9 +65,9 @@ class _Exported(NamedTuple):
     saved_shapes: Mapping[str, tuple[int, ...]]
     """Shapes of the parameters in the checkpoint, by their names there."""
     rows: Mapping[str, tuple[int, ...]]
-    """Their shapes in the file, by the same names."""
+    """Shapes of the parameters in the file, by the same names."""
     place: tuple[int, ...] = ()
-    """Indices, in the saved shape of its only parameter, if the tensor is a piece of that."""
+    """Indices in the saved shape of the tensor's only parameter if the tensor is a piece of it; otherwise empty."""
 
     @property
     def nbytes(self) -> int:
@@ -75,7 +75,7 @@ class _Exported(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
     def windows(self, values: Tensor) -> dict[str, Tensor]:
-        """The parts of the tensor that its parameters fill, by their names in the checkpoint."""
+        """Return the parts of the tensor that its parameters fill, by their names in the checkpoint."""
         parts = {name: values[begin:end] for name, begin, end in row_ranges(self.rows)} if len(self.rows) > 1 else {}
         return {name: parts.get(name, values).view(shape) for name, shape in self.saved_shapes.items()}
 
@@ -83,7 +83,7 @@ class _Exported(NamedTuple):
 def export(options: ConvertOptions) -> None:
     """Write the requested folder.
 
-    Raises BadInput if the checkpoint is damaged or of another model, or the folder is there already.
+    Raises BadInput if the checkpoint is damaged or belongs to another model, or if the folder already exists.
     """
     plan = read_document(options.plan, Plan)
     family = family_of(plan.model, options.plan)
@@ -131,7 +131,7 @@ def _checkpoint(checkpoint: Path, model: Model) -> Path:
 def _parameters(
     model: Model, family: Family, dtypes: Mapping[str, torch.dtype], asked: torch.dtype | None
 ) -> Iterator[_Exported]:
-    """Yield the parameters of the stock model, each once: the first of tied ones, the first layer's of replicas."""
+    """Yield the parameters of the stock model, each once: of tied parameters and replicas only the first."""
     stock: Any = family.stock_model(model)
     saved_as: dict[str, tuple[str, tuple[int, ...]]] = {}
     buffers = set[str]()
@@ -154,14 +154,14 @@ def _parameters(
         whole = _Exported(file_name, stacked_shape(shapes.values()), dtype, saved_shapes, shapes)
         exported[name] = whole
         yield from _pieces(whole, source_of_name(stock, name))
-    # As published files do, of layers that predict further tokens.
+    # Like published files, with the copies in layers that predict further tokens.
     for name, owner in family.copies(model).items():
         if f".{FINAL_NORM}." not in name:
             yield exported[stock.all_tied_weights_keys.get(owner, owner)]._replace(name=name)
 
 
 def _pieces(whole: _Exported, source: Source | None) -> Iterator[_Exported]:
-    """Yield a tensor, or the pieces that files store instead: one for each expert and matrix."""
+    """Yield a tensor, or the pieces that files store in its place: one for each expert and matrix."""
     if source is None:
         yield whole
         return
@@ -199,7 +199,7 @@ def _write_tensors(folder: Path, checkpoint: Path, parameters: Sequence[_Exporte
 
 
 def _read(checkpoint: Path, windows: Sequence[Mapping[str, Tensor]]) -> None:
-    """Fill windows, by the names of the checkpoint's tensors, from which several may be filled."""
+    """Fill windows by the names of checkpoint tensors; one tensor may fill several windows."""
     first: dict[str, Tensor] = {}
     pairs = [(first.setdefault(name, window), window) for each in windows for name, window in each.items()]
     read_tensors(checkpoint, first)
@@ -209,7 +209,7 @@ def _read(checkpoint: Path, windows: Sequence[Mapping[str, Tensor]]) -> None:
 
 
 def _config(model: Model, family: Family, copy_from: Path | None, dtype: torch.dtype) -> dict[str, Any]:
-    """The configuration for from_pretrained: the description's, completed with missing entries."""
+    """Return the configuration for from_pretrained: the description's configuration plus missing entries."""
     labels: dict[str, Any] = {}
     if copy_from is not None and (copy_from / CONFIG).is_file():
         labels = {key: value for key, value in read_config(copy_from).items() if key in _LABELS}
@@ -222,7 +222,7 @@ def _config(model: Model, family: Family, copy_from: Path | None, dtype: torch.d
 
 
 def _ends(model: Model, end: tuple[str, int] | None) -> dict[str, int]:
-    """Return the entry for the end-of-text token, if the model's own entry differs from the tokenizer's."""
+    """Return an entry for the tokenizer's end-of-text token if the model's own entry does not contain it."""
     known = model.config.get("eos_token_id")
     if end is None or end[1] in (known if isinstance(known, list) else [known]):
         return {}

@@ -1,7 +1,7 @@
 """Initial weights from a folder of config.json and safetensors; nothing outside the folder is read.
 
-Its tensors are matched with the parameters of a plan's model; of each, a rank reads the part that it holds and no more.
-Low-rank matrices come from a folder of peft, which is written here, too.
+Its tensors are matched with the parameters of a plan's model; a rank reads only the parts of them that it holds.
+Low-rank matrices come from a folder in peft's format, which is written here, too.
 """
 
 import json
@@ -52,11 +52,11 @@ from shardwright_train.weights.stored import (
     with_values,
 )
 
-# The low-rank matrices of a folder of peft (adapter_config.json and safetensors), read and written.
+# The low-rank matrices of a folder in peft's format (adapter_config.json and safetensors), read and written.
 
 
 PREFIX = "base_model.model."
-"""What peft puts before the stock model's names of modules."""
+"""Prefix that peft adds to the stock model's names of modules."""
 _FOR_ADAPTER = "describe the model with --lora from this folder, and plan for that"
 
 
@@ -76,8 +76,8 @@ class AdapterTensor(NamedTuple):
 def open_adapter(folder: Path, model: Model, family: Family) -> dict[str, AdapterTensor]:
     """Match the low-rank matrices of a folder with an adapted model's, by their full names.
 
-    Raises BadInput in one line if they are others: by name, shape, format, scaling, or another file than the model
-    was described with.
+    Raises BadInput in one line if names, shapes, formats or scaling differ from the model's description, or if the
+    model was described with another file.
     """
     if model.low_rank is UNSET:
         raise BadInput(folder, "the plan's model has no low-rank matrices", _FOR_ADAPTER)
@@ -121,7 +121,7 @@ def low_rank_parameters(model: Model, family: Family) -> Iterator[tuple[str, Par
 def as_in_file(values: Tensor, parameter: Parameter) -> Tensor:
     """Return a low-rank matrix in peft's form: [rows, columns], with all experts' matrices in one.
 
-    A of experts is [experts x rank, inputs], B is [outputs, rank x experts].
+    For experts A is [experts x rank, inputs] and B is [outputs, rank x experts].
     """
     if parameter.ep_dim is not UNSET and parameter.name.endswith(SECOND):
         return values.flatten(1, -2).permute(1, 2, 0).flatten(1)
@@ -129,7 +129,7 @@ def as_in_file(values: Tensor, parameter: Parameter) -> Tensor:
 
 
 def from_file(values: Tensor, parameter: Parameter) -> Tensor:
-    """A low-rank matrix of peft in the described shape."""
+    """Return a low-rank matrix from peft's form in the described shape."""
     if parameter.ep_dim is not UNSET and parameter.name.endswith(SECOND):
         experts, *_, rank = parameter.shape
         values = values.unflatten(1, (rank, experts)).permute(2, 0, 1)
@@ -137,7 +137,7 @@ def from_file(values: Tensor, parameter: Parameter) -> Tensor:
 
 
 def write_adapter(folder: Path, checkpoint: Path, model: Model, family: Family, dtype: str | None) -> None:
-    """Write the low-rank matrices of a checkpoint into a folder, in a format or as they were saved."""
+    """Write the low-rank matrices of a checkpoint into a folder, in format `dtype`; None: the format that was saved."""
     config = adapter_config(model)
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     saved, parameters = saved_dtypes(checkpoint), dict(low_rank_parameters(model, family))
@@ -165,7 +165,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}\.safetensors")
 _MAX_FILE = 2**60
 _SHOWN = 8
 _FREE = re.compile(r"(initializer|summary|pooler|output)_.*|.*_token_id|use_cache|pretraining_tp|.*dropout.*")
-"""Keys of a configuration that do not affect what its weights compute."""
+"""Keys of a configuration that do not affect what the weights compute."""
 _BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers that older files of transformers hold in addition to parameters."""
 _REMEDY = "describe the model from this folder and plan for that"
@@ -187,9 +187,9 @@ def refuse_code(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """Return every tensor of a folder by key, from one file or from those that its index names, without reading any.
+    """Return every tensor of a folder by key, from one file or from the files in its index, without reading any.
 
-    Raises BadInput naming the file that is missing, lies outside, is not a valid safetensors file, or lacks a key.
+    Raises BadInput naming a file that is missing, lies outside, is not a valid safetensors file, or has no such key.
     """
     if (folder / SINGLE).exists():
         return header(inside(folder, SINGLE))
@@ -205,7 +205,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Return a file of a folder; raise BadInput if it is not a regular file, or a link out of the folder.
+    """Return a file of a folder; raise BadInput if it is not a regular file, or if it is a link out of the folder.
 
     The Hub's own cache may link to its blobs: `snapshots/REVISION/FILE` to `blobs/`, two folders up.
     """
@@ -223,7 +223,7 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names in one line, only the first few of many."""
+    """Return names in one line; if there are many, only the first few, and how many more there are."""
     ordered = sorted(names)
     more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
     return ", ".join(ordered[:_SHOWN]) + more
@@ -241,16 +241,16 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Weights:
-    """A folder's tensors under the names that the stock model has for its parameters, to begin a run with."""
+    """A folder's tensors, by the stock model's names of parameters, with which a run begins."""
 
     tensors: Mapping[str, tuple[Stored, ...]]
-    """Tensors by parameter; a tied parameter has every one that the folder holds of it."""
+    """Tensors by parameter; a tied parameter has all tensors that the folder contains for it."""
     pieces: Mapping[str, Pieces]
-    """Parameters of experts that the folder holds in pieces."""
+    """Experts' parameters that the folder stores in pieces."""
     aliases: Mapping[str, str]
     """Tied names, each with the name of the parameter that it equals."""
     new: tuple[str, ...]
-    """Parameters of the head that the folder does not have."""
+    """Parameters of the head, and of layers that predict further tokens, that the folder does not have."""
     surplus: tuple[str, ...]
     """Keys of the folder that the model does not use."""
     adapter: Mapping[str, AdapterTensor]
@@ -258,7 +258,7 @@ class Weights:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files that parameters are read from, in the order of their names."""
+        """The files from which parameters are read, in the order of their names."""
         of_scales = {stored.scales.file for stored in self._all if stored.scales is not None}
         return tuple(sorted({stored.file for stored in self._all} | of_scales))
 
@@ -268,16 +268,16 @@ class Weights:
         return chain(*self.tensors.values(), *held, (each.stored for each in self.adapter.values()))
 
     def notes(self, kept_in: str) -> list[str]:
-        """Messages for the user: newly drawn parameters, ignored keys, and a change of format."""
+        """Return messages for the user: newly drawn parameters, ignored keys, and a change to format `kept_in`."""
         dtypes = {FLOATS[each.dtype] if each.scales is None else each.scales.format for each in self._all}
         notes = [f"newly initialized: {listed(self.new)}"] if self.new else []
         notes += [f"not used: {listed(self.surplus)}"] if self.surplus else []
         return notes + ([f"stored in {listed(dtypes)}, kept in {kept_in}"] if dtypes - {kept_in} else [])
 
     def read(self, window: Tensor, name: str, shape: Sequence[int], box: Box) -> bool:
-        """Fill a tensor with the block `box` of a parameter of a `shape`; return False if it must be drawn.
+        """Fill a tensor with the block `box` of a parameter with a `shape`; return False if it must be drawn.
 
-        Raises BadInput if the file has changed since, or holds two different values of a tied parameter.
+        Raises BadInput if the file has changed since, or contains two different values of a tied parameter.
         """
         if (held := self.pieces.get(name) or self.adapter.get(name)) is not None:
             held.read(window, box)
@@ -296,7 +296,7 @@ class Weights:
         return True
 
     def sha256(self, world: World) -> str:
-        """The identity of the files, which all ranks hash together."""
+        """Return a hash of the files, which the ranks compute together."""
         files = self.files
         share = files[world.rank :: world.size]
         hashes = world.together(lambda: {file.name: sha256_of_file(file) for file in share})
@@ -305,10 +305,11 @@ class Weights:
 
 
 def open_weights(folder: Path, model: Model, family: Family, allow_new: bool, adapter: Path | None = None) -> Weights:
-    """Match a folder, and a trained `adapter`, with a plan's model; `allow_new` permits missing head parameters.
+    """Match a folder, and a trained `adapter`, with a plan's model.
 
-    Raises BadInput in one line for a configuration or a shape that is not the model's, for parameters that are missing,
-    and for surplus ones inside its blocks.
+    `allow_new`: whether parameters of the head, and of layers that predict further tokens, may be missing. Raises
+    BadInput in one line for a configuration or a shape that differs from the model, for other missing parameters, and
+    for surplus parameters inside blocks.
     """
     config = read_config(folder)
     _check_configuration(folder / CONFIG, config, model, family)
@@ -325,7 +326,7 @@ def open_weights(folder: Path, model: Model, family: Family, allow_new: bool, ad
     held = tensors_of_files(family, shapes)
     file_shapes = {name: stacked_shape(parts.values()) for name, parts in held.items()}
     for key, stored in with_values(folder / CONFIG, config.get(QUANTIZED), stored_tensors(folder)).items():
-        # A file may be older than transformers, or of the base model without a head.
+        # A file may be older than transformers, or contain the base model without a head.
         name, pattern = rename_source_key(key, renamings, converters, stock.base_model_prefix, file_shapes)
         source = source_of(pattern, converters)
         if name in held and source is not None and (place := source.place(key)) is not None:
@@ -352,7 +353,7 @@ def open_weights(folder: Path, model: Model, family: Family, allow_new: bool, ad
 
 
 def stored_names(stock: Any, names: Sequence[str]) -> dict[str, str]:
-    """The names under which transformers now stores parameters of a stock model."""
+    """Return the names under which transformers now stores parameters of a stock model, by the parameters' names."""
     mapping = get_model_conversion_mapping(stock, add_legacy=False)[::-1]
     # A prefix that some files have is no part of the names.
     transforms = [t.reverse_transform() for t in mapping if not isinstance(t, PrefixChange)]
@@ -437,7 +438,7 @@ def _moved(part: tuple[slice, ...], rows: int) -> tuple[slice, ...]:
 
 
 def _parts(shape: tuple[int, ...], stored: tuple[int, ...], box: Box) -> Iterator[tuple[_Slices, tuple[slice, ...]]]:
-    """Yield slices of a window and of a stored tensor for the parts of a box: one per matrix side by side."""
+    """Yield slices of a window and of a stored tensor for the parts of a box: one for each of the fused matrices."""
     ranges = tuple(slice(low, high) for low, high in box)
     if shape == stored:
         yield (...,), ranges  # type: ignore[misc]

@@ -1,7 +1,7 @@
 """Tensors in safetensors files: a whole parameter, several stacked ones, or a piece of one; quantized or not.
 
-transformers merges the pieces of experts by its conversion mapping: experts in the first dim, then matrices side by
-side in the second.
+transformers merges experts' pieces according to its conversion mapping: experts in the first dim, then matrices side
+by side in the second.
 """
 
 import re
@@ -23,27 +23,27 @@ from shardwright_train.models.base import Family
 # Matrices stored in few bits, with block scales, dequantized exactly as transformers does.
 #
 # - FP8 (`quant_method: fp8`, DeepSeek-V3): a matrix in e4m3 [rows, columns] and NAME_scale_inv
-#   [rows / m, columns / n], rounded up, for blocks of `weight_block_size` m x n, 128 x 128 if published. A value is its
-#   number times its scale.
-# - MXFP4 (`quant_method: mxfp4`, gpt-oss; Rouhani et al. 2023): of experts, NAME_blocks [experts, columns, groups, 16]
+#   [rows / m, columns / n], rounded up, for blocks of `weight_block_size` m x n, 128 x 128 in the published files. A
+#   value is its number times its scale.
+# - MXFP4 (`quant_method: mxfp4`, gpt-oss; Rouhani et al. 2023): for experts, NAME_blocks [experts, columns, groups, 16]
 #   with two numbers in e2m1 in each byte, the low bits first, and NAME_scales [experts, columns, groups], exponents of
 #   2 plus 127. They make [experts, 32 x groups, columns].
 #
-# Products are in float32, and rounded to the format of what they fill: to the bit what `Fp8Dequantize` and
-# `Mxfp4Dequantize` of transformers 5.23 give, and blocks at an edge may be cut, as in DeepSeek's own code.
+# Values are computed in float32 and rounded to the format of the tensor that they fill: to the bit as `Fp8Dequantize`
+# and `Mxfp4Dequantize` of transformers 5.23 compute them. Blocks at an edge may be cut, as in DeepSeek's own code.
 
 
 _GROUP = 32
-"""Numbers in MXFP4 that share a scale."""
+"""Count of MXFP4 numbers that share a scale."""
 _BIAS = 127
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _FP8, _MXFP4 = "fp8", "mxfp4"
 _FP8_SCALES, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
-"""Ends of the names of tensors."""
+"""Suffixes of the names of FP8 scales, MXFP4 numbers and MXFP4 scales."""
 _UNUSED = (".activation_scale", ".input_scale")
-"""Ends of the names of scales of activations, which weights do not depend on."""
+"""Suffixes of the names of scales of activations, on which weights do not depend."""
 _FORMATS = {"F8_E4M3": ("F64", "F32", "F16", "BF16", "U8", "F8_E8M0"), "U8": ("U8",)}
-"""Formats of numbers, with those that their scales may have."""
+"""Formats of numbers, each with the formats that their scales may have."""
 _BLOCK = (128, 128)
 _REMEDY = "have transformers load and dequantize the model, and save it in bfloat16"
 
@@ -70,9 +70,9 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     first: int = 0
-    """Number of its first row in the file's tensor."""
+    """Index of its first row in the file's tensor."""
     scales: Scales | None = None
-    """Those of a quantized matrix, whose shape is then that of its values."""
+    """Scales of a quantized matrix; `shape` is then the shape of the values that it represents."""
 
     def part(self, opened: Any, ranges: Sequence[slice]) -> Tensor:
         """Return the values in these ranges (begin and end for each dim) of an opened file."""
@@ -165,7 +165,7 @@ def _of_fp8(tensors: Mapping[str, Stored], block: tuple[int, int]) -> dict[str, 
 
 
 def _cell(shape: tuple[int, ...], grid: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int] | None:
-    """The rows and columns of a block, by the scales that are there: of the usual size, or all equal, or None."""
+    """Return the rows and columns of a block, by the shape of the scales: `block`, or equal parts, or None."""
     sides, counts = shape[-2:], grid[-2:] if len(grid) > 1 else (1, 1)
     if len(shape) < 2 or 0 in counts or (len(grid) > 1 and grid[:-2] != shape[:-2]):
         return None
@@ -201,16 +201,16 @@ def _check_formats(stored: Stored, scales: Stored) -> None:
         raise BadInput(stored.file, problem, _REMEDY)
 
 
-# What a file holds.
+# The tensors in a file.
 
 
 AGAIN = "fetch the folder again"
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""The formats that tensors of files may have, by their names there."""
+"""The formats that tensors in files may have, by safetensors' names."""
 
 
 def header(file: Path) -> dict[str, Stored]:
-    """Every tensor of a safetensors file by key, without reading any; raises BadInput if the file is not complete."""
+    """Return every tensor of a safetensors file by key, without reading any; raise BadInput if the file is invalid."""
     try:
         with safe_open(file, "numpy") as opened:
             slices = {key: opened.get_slice(key) for key in opened.keys()}
@@ -238,7 +238,7 @@ Shape = tuple[int, ...]
 
 
 def tensors_of_files(family: Family, shapes: Mapping[str, Shape]) -> dict[str, dict[str, Shape]]:
-    """The parameters that each tensor of a file holds, in the order of their rows, with their shapes."""
+    """Return the parameters in each tensor of a file, in the order of their rows, with their shapes."""
     tensors = dict[str, dict[str, Shape]]()
     for name in sorted(shapes, key=lambda name: family.file_name(name)[1]):
         tensors.setdefault(family.file_name(name)[0], {})[name] = shapes[name]
@@ -246,7 +246,7 @@ def tensors_of_files(family: Family, shapes: Mapping[str, Shape]) -> dict[str, d
 
 
 def stacked_shape(shapes: Collection[Shape]) -> Shape:
-    """The shape of a tensor that holds the rows of tensors of some shapes."""
+    """Return the shape of a tensor that stacks the rows of tensors with these shapes."""
     first = next(iter(shapes))
     return first if len(shapes) == 1 else (sum(shape[0] for shape in shapes), *first[1:])
 
@@ -259,11 +259,11 @@ def row_ranges(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, int, int]]:
         begin += shape[0]
 
 
-# Parameters of experts, which files hold in pieces: a tensor for each expert and each matrix side by side.
+# Experts' parameters, which files store in pieces: a tensor for each expert and each of the matrices side by side.
 
 
 _NUMBER = "*"
-"""The word for an expert's number in the patterns of transformers."""
+"""The placeholder for an expert's number in transformers' patterns."""
 
 
 class Place(NamedTuple):
@@ -271,11 +271,11 @@ class Place(NamedTuple):
 
     expert: int
     matrix: int
-    """Number among the matrices side by side."""
+    """Index among the matrices side by side."""
 
 
 class Source(NamedTuple):
-    """A matrix that files hold of each expert, by the pattern of its name."""
+    """A matrix that files store for each expert, by the pattern of its name."""
 
     patterns: tuple[str, ...]
     """Patterns of all matrices that are side by side in the parameter."""
@@ -289,7 +289,7 @@ class Source(NamedTuple):
 
 
 def source_of(pattern: str | None, converters: Sequence[Any]) -> Source | None:
-    """The matrix that a pattern of a conversion names; None if tensors are not pieces of experts."""
+    """Return the matrix with this pattern in a conversion; None if its tensors are not experts' pieces."""
     for converter in converters:
         patterns = tuple(converter.source_patterns)
         if pattern in patterns and _merges_experts(converter, len(patterns)):
@@ -298,7 +298,7 @@ def source_of(pattern: str | None, converters: Sequence[Any]) -> Source | None:
 
 
 def piece_shape(shape: tuple[int, ...], source: Source) -> tuple[int, ...]:
-    """The shape of each piece of a parameter [experts, rows, columns]."""
+    """Return the shape of each piece of a parameter [experts, rows, columns]."""
     _, rows, *columns = shape
     return rows // len(source.patterns), *columns
 
@@ -315,7 +315,7 @@ def key_of(pattern_name: str, source: Source, place: Place) -> str:
 
 
 class Pieces(NamedTuple):
-    """The pieces of a parameter of a `shape` [experts, rows, columns] that a folder holds."""
+    """The tensors in a folder's files that make up one parameter of `shape` [experts, rows, columns]."""
 
     shape: tuple[int, ...]
     source: Source
@@ -324,7 +324,7 @@ class Pieces(NamedTuple):
     def wrong(self, name: str, stored_name: str, is_whole: bool) -> str | None:
         """Return what is wrong with the pieces, or None: missing, surplus, or the whole parameter exists, too.
 
-        `stored_name` is the parameter's in files, as `key_of` has it.
+        `stored_name`: the parameter's name in files, as `key_of` expects it.
         """
         if is_whole:
             return f"has {name} whole and in pieces"
@@ -356,15 +356,15 @@ class _Wanted(NamedTuple):
 
     place: Place
     at: tuple[int, ...]
-    """Its indices in the part."""
+    """Indices of the piece's part in the parameter's part."""
     box: Box
 
 
 def _windows(box: Box, matrices: int) -> Iterator[_Wanted]:
-    """Yield the pieces, and their parts, that a block of a parameter needs.
+    """Yield the pieces, and the parts of them, that a block of a parameter needs.
 
-    The parameter's shape is [experts, rows, columns], or [experts, matrices, rows, columns] if several are side by
-    side.
+    The parameter's shape is [experts, rows, columns], or [experts, matrices, rows, columns] if it fuses several
+    matrices.
     """
     (first, end), *inside = box
     if matrices == 1:
