@@ -354,7 +354,7 @@ def memory_changes(estimate: Estimate, there: Estimate) -> tuple[TermChange, ...
 
 
 def plan_differences(plan: Plan, other: Plan) -> tuple[str, ...]:
-    """Return the differing decisions of two plans, a line each; spellings that do the same are no difference.
+    """Return the decisions in which two plans differ, one per line; strategies with the same effect count as equal.
 
     Raises ValueError for plans of different models.
     """
