@@ -410,7 +410,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         )
 
     def _moved(self, strategy: Strategy, topology: StageTopology, activation_bytes: float) -> MovedActivations:
-        """Return the activations of a micro-batch that a layer moves to the host and back, by the slowest node's link."""
+        """Return the activations of a micro-batch that a layer moves to the host and back; the slowest link counts."""
         if not (isinstance(strategy, LayerStrategy) and strategy.offloads_activations):
             return MovedActivations()
         rate = min(self._host_rate(name, "host_bytes_per_s") for name in topology.type_names)

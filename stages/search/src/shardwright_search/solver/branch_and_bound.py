@@ -214,7 +214,7 @@ class Search(Generic[C]):
         """Find all plans with scores up to `limit`, until `max_labels` more labels have been made."""
         self.heap, self._closed = [*self.heap, *self._closed], []
         heapq.heapify(self.heap)
-        # Either limit on labels may end the work here; `Spent` is passed on only if the whole search's is exceeded.
+        # Either limit on labels may end the work here; `Spent` is passed on only for the limit of the whole search.
         whole, self._max_labels = self._max_labels, min(self._max_labels, self._labels + max_labels)
         try:
             while self.heap and self.heap[0].bound <= limit:

@@ -362,7 +362,7 @@ class Interleaved:
         return np.asarray(states + most + (0.0 if outer is None else outer.state_bytes))
 
     def _whole(self, chunks: ChunkLabels, rows: Ints) -> _Whole:
-        """Return the labels in `rows` with every option of embedding and head; if they do not fit: infinite objective."""
+        """Return the labels in `rows` with every option of embedding and head; if they do not fit, at infinite cost."""
         problem, embedding, head = self._problem, self._embedding, self._head
         index, first, last = np.indices((len(rows), len(embedding.time_ps), len(head.time_ps))).reshape(3, -1)
         label = rows[index]

@@ -143,7 +143,7 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
     fine_grained: bool = True
     """Whether each layer has a strategy of its own; else all share one."""
     tolerance: Share = 0.0
-    """Share of the least time that no plan is below within which the simplest plan is taken; 0: the fastest is."""
+    """The simplest plan within this share of the bound that no plan's time is below is taken; 0: the fastest plan."""
     pp_sizes: Counts | None = None
     """Pipeline degrees; null: every divisor of the number of devices that leaves each pipeline stage a layer; if
     `stage_widths` is any, every number that does; if it is a list, the numbers of stages in it."""

@@ -1,6 +1,6 @@
 """The solver's numbers of pipeline stages, by the placement of their ranks on nodes.
 
-They include the cost of tied parameters, and of parameters that layers share, by how the first and last stage hold them.
+They include the cost of tied parameters, and of parameters that layers share, by how first and last stage hold them.
 """
 
 from functools import cache, cached_property
