@@ -114,8 +114,8 @@ def _place(best: Best[Configuration]) -> tuple[Configuration, tuple[int, ...]]:
 def _improved(instance: Instance, here: Simulated) -> Iterator[tuple[Simulated, int]]:
     """Yield the plan, and each change that shortens its step, with the number of passes simulated for it.
 
-    Interleaved plans stay as they are, and so does a single stage whose closed form is its simulated time, unless
-    layers may be gathered while others work (ZeRO-3).
+    Interleaved plans are not changed. Plans of a single stage are not changed if their closed form is their simulated
+    time, unless layers may be gathered while others work (ZeRO-3).
     """
     target = here.best.target
     single = target.configuration.pp_size == 1 and DataParallel.ZERO3 not in instance.request.data_parallel

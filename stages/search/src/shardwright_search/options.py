@@ -290,7 +290,7 @@ class UniformRequest(Options, frozen=True, kw_only=True):
     tp_size: Count = field(default=1, name="tp")
     """tp_size: ranks of a tensor-parallel group."""
     tp_consecutive: Annotated[bool, Off("--tp-strided")] = True
-    """Groups of neighbouring ranks, or of ranks dp apart."""
+    """Tensor-parallel groups of neighbouring ranks, or of ranks with a distance of dp."""
     cp_size: Count = field(default=1, name="cp")
     """cp_size: ranks over which the positions of a sample are split, also in embedding and head."""
     context: ContextParallel = ContextParallel.GATHER
@@ -316,11 +316,11 @@ class UniformRequest(Options, frozen=True, kw_only=True):
     gradient_reduction: GradientReduction = GradientReduction.DEFERRED
     """When gradients are reduced."""
     vocab_tp_size: Count | None = field(default=None, name="vocab_tp")
-    """tp_size of embedding and head; by default the layers'."""
+    """tp_size of embedding and head; by default as for the layers."""
     vocab_data_parallel: DataParallel | None = None
-    """data_parallel of embedding and head; by default the layers'."""
+    """data_parallel of embedding and head; by default as for the layers."""
     vocab_sequence_parallel: SequenceParallel | None = None
-    """sequence_parallel of embedding and head; by default the layers'."""
+    """sequence_parallel of embedding and head; by default as for the layers."""
     precision_parameters: DType = "float32"
     """Type of stored parameters."""
     precision_compute: ComputeType = "float32"
@@ -354,7 +354,7 @@ class UniformOptions(UniformRequest, frozen=True, kw_only=True):
     out: Path
     """Plan file to write."""
     name: str | None = None
-    """Name of the plan; by default the file's."""
+    """Name of the plan; by default the name of the file."""
     hardware: Path | None = None
     """Hardware profile (HDF5): with --profile, PLAN.prediction.json is written too."""
     profile: Path | None = None
@@ -379,7 +379,7 @@ class ExportOptions(Options, frozen=True, kw_only=True):
     """New folder for the files that start the plan on its nodes: by hand, in Docker, on Slurm, on Kubernetes (JobSet,
     Kubeflow's TrainJob), on rented ones (SkyPilot), with accelerate's launch file or the module of torchtitan 0.3."""
     hosts: Path | None = None
-    """Hosts for --launch, one host name and its node type a line; those of a type in the order of the pipeline."""
+    """Hosts for --launch, one host name and its node type per line; hosts of a type in the order of the pipeline."""
 
 
 class GalvatronRun(Options, frozen=True, kw_only=True):
@@ -416,7 +416,7 @@ class ImportGalvatronOptions(GalvatronRun, frozen=True, kw_only=True):
     out: Path
     """Plan file to write."""
     name: str | None = None
-    """Name of the plan; by default the file's."""
+    """Name of the plan; by default the name of the file."""
 
 
 class NewOptions(Options, frozen=True, kw_only=True):

@@ -52,7 +52,7 @@ from shardwright_search.split_backward import Split, asks_for_split, best_split
 MOST_PROVEN = 0.001
 """The largest gap of a plan that is called optimal."""
 _ROUNDING = 1e-12
-"""Seconds are fractions of whole picoseconds: two equal times may differ by so much."""
+"""Relative: seconds are fractions of whole picoseconds, so two equal times may differ by this share."""
 
 
 def proof_words(optimum_s: float, bound_s: float, within: str = "") -> str:
@@ -66,7 +66,10 @@ def proof_words(optimum_s: float, bound_s: float, within: str = "") -> str:
 
 
 def split_words(time_s: float, bound_s: float, kind: str = "with split backward passes") -> str:
-    """Return, in words, what is proven of all plans of a kind, beside a plan's simulated time; bound 0: nothing."""
+    """Return, in words, what is proven of all plans of a kind, compared with a plan's simulated seconds.
+
+    A bound of 0 proves nothing.
+    """
     if not bound_s:
         return f"how much faster another plan {kind} may be is not known"
     if bound_s * (1 + _ROUNDING) >= time_s:
@@ -348,7 +351,7 @@ def _once(
 
 
 def _with_split(answer: SearchAnswer, split: Split) -> SearchAnswer:
-    """Return the answer with the plan of split backward passes, if it is faster by simulation or alone fits."""
+    """Return the answer with the plan of split backward passes, if that is faster by simulation or only that fits."""
     if split.best is None or (answer.fits and answer.chosen.sample_s <= split.best.sample_s):
         fields = {"split_over_bytes": split.over_bytes, "split_bound": split.bound}
         return replace(answer, split=split.tried, split_plan=split.best, **fields)

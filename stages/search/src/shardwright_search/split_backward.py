@@ -201,7 +201,7 @@ def _candidate(space: SearchSpace, plan: Plan) -> Candidate:
 # How much faster a plan with split backward passes may be than a known plan, by simulation: proven by bounds.
 #
 # No such plan is below the optimum of `split_problem`. Configurations whose optimum is no less than the known plan's
-# time are excluded. Of the others all plans below it are listed if these are few, so that the best of them is proven.
+# time are excluded. For the others all plans below that time are listed if they are few: the best of them is proven.
 
 
 _MAX_PREFIXES = 4_000
@@ -284,14 +284,14 @@ class _Stage(NamedTuple):
     options: tuple[int, ...]
     groups: tuple[int, ...]
     position: tuple[int, ...]
-    """After this stage."""
+    """The position after this stage."""
     time_ps: float
     held: StageMemory
     layout: int
 
 
 class _Listing:
-    """All plans of a problem with T = max A below a time; `left` prefixes may be made."""
+    """All plans of a problem with T = max A below a time; `left`: how many more beginnings of plans may be made."""
 
     def __init__(self, problem: Problem, below_ps: float, left: int) -> None:
         self.problem, self.left = problem, left
@@ -299,7 +299,7 @@ class _Listing:
         self._rest = self._least_rest()
 
     def solutions(self) -> Iterator[Solution]:
-        """Yield the plans that fit; fewer where they are too many, and then `left` is negative."""
+        """Yield the plans that fit; if they are too many, only some of them, and then `left` is negative."""
         problem = self.problem
         waiting = list(self._begun((), (), (), problem.start_position, -1, 0))
         while waiting and self.left >= 0:

@@ -35,14 +35,14 @@ _CONTEXT = {str(kind): kind for kind in ContextParallel}
 _OFFLOAD = {str(kind): kind for kind in Offload}
 _KEYS = {"tp", "cp", "context", "pp", "mbs", "zero", "sp", "recompute", "vpp", "ep", "etp", "offload"}
 _SUFFIXES = {Path(target.file_name).suffix for target in SYSTEMS.values()} - {".txt"}
-"""Endings of files: a text that ends so names a file, even if there is no such file."""
+"""Endings of files: a choice that ends so names a file, even if there is no such file."""
 _EXAMPLE = "write tp=8,pp=4,mbs=1,zero=1 (also ep, etp, cp, context, sp, recompute, vpp, offload)"
 _COUNT = re.compile(r"[1-9]\d{0,6}")
 _SPLITS = {"0": SequenceParallel.NONE, "1": SequenceParallel.MEGATRON}
 
 
 def reading_of(text: str, setting: Setting) -> Reading:
-    """Return the plan that a text such as `tp=8,pp=4` describes, or the plan of a file of another system.
+    """Return the plan that a string such as `tp=8,pp=4` describes, or the plan of a file of another system.
 
     Raises BadInput if its numbers do not divide one another, and for features that no plan has.
     """
@@ -73,14 +73,14 @@ def _text_of(path: Path) -> str:
 def _usual_split(model: Model) -> SequenceParallel:
     """Return Megatron-LM's sequence parallelism, which has no effect without tensor parallelism.
 
-    It is no sequence parallelism if layers take whole sequences, as Swin's layers with windows of an image do.
+    No sequence parallelism is returned if layers take whole sequences, as Swin's layers with windows of an image do.
     """
     whole = any(kind.sequence_must_divide for kind in model.types.values())
     return SequenceParallel.NONE if whole else SequenceParallel.MEGATRON
 
 
 def _pairs(text: str, setting: Setting) -> UniformStrategy:
-    """Return the choice in a text such as `tp=8,pp=4`; zero=3 reduces gradients after each micro-batch, as FSDP does.
+    """Return the choice in text such as `tp=8,pp=4`; zero=3 reduces gradients after each micro-batch, as FSDP does.
 
     Without etp, the features of each expert are split over the same ranks as the rest of the layer, as in Megatron-LM.
     """

@@ -247,7 +247,7 @@ TUNED_FLAGS = (
 
 
 def _cost_of_limits(answer: SearchAnswer, within: Within) -> str:
-    """Return, in words, the ratio of the answer's step time to that of the best of all plans."""
+    """Return, in words, the ratio of the answer's time of a sample to the time of the best of all plans."""
     name = within.target.title
     if within.unlimited is None:
         return f"what the limits of {name} cost is not known: no other plan was found in time (--time-limit)"

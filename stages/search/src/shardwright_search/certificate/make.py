@@ -222,7 +222,7 @@ class _Maker:
 
 
 def _between(prices: Sequence[MemoryPrice], best: MemoryPrice) -> tuple[MemoryPrice, ...]:
-    """Return prices of the best one's moment, between its neighbours."""
+    """Return prices between the neighbours of the best price, at the same moment of a stage."""
     known = sorted({price.ps_per_byte for price in prices})
     at = known.index(best.ps_per_byte)
     low, high = known[max(0, at - 1)], known[min(len(known) - 1, at + 1)]

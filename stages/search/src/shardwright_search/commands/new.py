@@ -18,7 +18,7 @@ from shardwright_search.options import AdviseOptions, NewOptions
 
 _RANDOM = "random"
 _VOCABULARY = 32000
-"""Tokens of a tokenizer that is trained on the text, at most: Llama 2's."""
+"""The most tokens of a tokenizer that is trained on the text: as many as Llama 2's."""
 _TEMPLATE = """\
 # {model} on {gpus}, planned from shapes and published figures. In a clone of Shardwright:
 #   snakemake --cores all plans --configfile FILE      the plan, in seconds, on any machine

@@ -22,7 +22,7 @@ _UNIT = 10**12
 
 
 class _Placed(NamedTuple):
-    """A layer's experts as they are placed, with loads of the fullest group over the mean group's."""
+    """A layer's experts as they are placed, with ratios of the fullest group's load to the mean group's."""
 
     layer: int
     groups: Groups

@@ -28,8 +28,8 @@ class Evidence(NamedTuple):
     measured: float
     predicted: float
     limit: float = inf
-    """The largest value to which a correction may raise the prediction: for memory, the rank's device, as the plan
-    ran."""
+    """The largest value to which a correction may raise the prediction: for memory, the bytes of the rank's device, as
+    the plan ran on it."""
 
 
 def evidence_of(measured: PlanMeasurement, profiles: Profiles) -> tuple[Evidence, ...]:

@@ -17,7 +17,7 @@ class LoadFile(NamedTuple):
     load: ExpertLoad
 
     def imbalance(self, model: Model, type_name: str, ep_size: int) -> float:
-        """Return the rows of the fullest of `ep_size` groups of experts over the mean group's."""
+        """Return the ratio of the fullest group's rows to the mean group's, for `ep_size` groups of experts."""
         return imbalances(self.load, model, ep_size)[type_name]
 
     def placed_imbalance(self, layer: int, groups: Sequence[Sequence[int]]) -> float:
@@ -29,7 +29,7 @@ class LoadFile(NamedTuple):
         raise BadInput(self.path, problem, "give the load of a run that logged every layer")
 
     def check(self, model: Model) -> None:
-        """Raise BadInput if the load belongs to other experts than a model's."""
+        """Raise BadInput if the load does not belong to the experts of a model."""
         if (problem := load_misfit(self.load, model)) is not None:
             raise BadInput(self.path, f"does not fit: {problem}", "give the load of a run of this model")
 
@@ -38,7 +38,7 @@ class StatedLoad(NamedTuple):
     """A load of experts that is stated as one number for all layers."""
 
     ratio: float
-    """Rows of the fullest group over the mean group's: at least 1."""
+    """Ratio of the fullest group's rows to the mean group's: at least 1."""
 
     def imbalance(self, _model: Model, _type_name: str, ep_size: int) -> float:
         """Return the ratio, limited to `ep_size`, at which one group has all rows."""

@@ -124,7 +124,7 @@ class Turns(NamedTuple):
     ties: bool = False
     """Whether the one stage of the plan has embedding and head, and holds what they tie once."""
     placed: float | None = None
-    """Rows of the fullest rank over the mean rank's, if the layer's experts are placed; None: its type's ratio."""
+    """Ratio of the fullest rank's rows to the mean rank's, if the layer's experts are placed; None: as for its type."""
 
 
 def has_other_passes(pp_size: int, num_microbatches: int, num_chunks: int) -> bool:
@@ -162,7 +162,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     ) -> Cost:
         """Return the cost of changing the outputs of a layer of a type from one layout to another, in one direction.
 
-        Forward goes from the layer's layout to the next one's, backward the other way round.
+        The forward pass changes the layer's layout to the next layer's, the backward pass the other way round.
         """
         if source == target:
             return Cost(0, None)

@@ -201,7 +201,7 @@ def _products(kind: LayerType) -> list[Parameter]:
 def _narrowed(message: Message, kind: LayerType, parts: int, bits: float) -> Message:
     """Return a gather of parameters with its matrices sent in `bits` bits per element, instead of 16."""
     products, whole = sum(p.numel(parts) for p in _products(kind)), kind.parameter_count(parts)
-    # In half bits, whole numbers: products of so many bytes are no longer exact as floats.
+    # Whole numbers, in half bits: products with this many bytes are no longer exact as floats.
     spared = message.bytes * products * int(2 * (16 - bits)) // (32 * whole)
     return message._replace(bytes=message.bytes - spared)
 
@@ -244,7 +244,7 @@ class Overlapped(NamedTuple):
     slowdowns: Slowdowns | None = None
     """Slowdowns of the pass and the collective; None if they do not overlap."""
     overhead_s: float = 0.0
-    """Time in a probe beyond its messages', such as copies and waiting; it overlaps with nothing."""
+    """Time of a probe beyond the time of its messages, such as copies and waiting; it overlaps with nothing."""
 
     def overlapped_s(self, compute_s: float) -> float:
         """Return the time that the messages add to a pass of this duration."""
@@ -318,7 +318,7 @@ def parameter_costs(
     groups, zero3 = data_group_kinds(topology, axes), strategy.data_parallel is DataParallel.ZERO3
     messages = list(parameter_messages(kind, strategy, *sizes, count, reduces_every))
     given = profiles, states, axes.shards, groups
-    # One gather stands for those of all passes.
+    # One gather stands for the gathers of all passes.
     gathers = [m for m in messages if m.cause is Cause.PARAMETERS][:1]
     held = profiles.held
     if type_name in (EMBEDDING, HEAD):

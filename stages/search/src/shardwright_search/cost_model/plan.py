@@ -319,7 +319,7 @@ def _optimizer_lines(plan: Plan) -> Iterator[str]:
 def _document_lines(plan: Plan) -> Iterator[str]:
     """Yield a warning that context parallelism balances whole samples, not separate documents.
 
-    Masked attention in this project's runtime takes equal time on all ranks, about twice that of causal attention.
+    Masked attention in this project's runtime takes equal time on all ranks, about twice the time of causal attention.
     """
     if any(axes_of(layer).shares_context for layer in plan.layers):
         unlike = (

@@ -84,7 +84,7 @@ class Profiles(NamedTuple):
     reference_s: float
     """The time of the reference workload on the machine as it was profiled; 0 if none was run."""
     notes: str
-    """The notes of the model profile, one sentence a line."""
+    """The notes of the model profile, one sentence per line."""
     memory_factor: float = 1.0
     """The factor of a rank's memory: what the runtime's allocator reserves, and what measured plans taught."""
     held: Held = OURS
@@ -150,7 +150,7 @@ def host_rate(node_type: NodeType, profiles: Profiles, name: str) -> float | Non
 
 
 def together(per_device: Sequence[Profiles]) -> Profiles:
-    """Return the profiles of several devices as one, for a mixed cluster; raise BadInput if two are of one device."""
+    """Return the profiles of several devices as one, for a mixed cluster; BadInput if two have the same device."""
     _check_distinct([(profiles.origin.device, profiles.model_file) for profiles in per_device])
     first, *others = per_device
     return first._replace(others=tuple(others))

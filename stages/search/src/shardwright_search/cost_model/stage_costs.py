@@ -288,7 +288,7 @@ class _Transfer(NamedTuple):
     """Bytes that a rank holds of one microbatch in the output layout."""
     received_bytes: int
     redistributed: bool
-    """Whether it is received in the sender's layout, and then redistributed to the first layer's."""
+    """Whether it is received in the sender's layout, and then redistributed to the first layer's layout."""
 
 
 _NO_TRANSFER = _Transfer(_NOTHING, 0, 0, False)

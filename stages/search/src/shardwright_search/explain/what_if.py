@@ -173,8 +173,8 @@ class Remedies(NamedTuple):
 def better_batches(question: WhatIf, searched: SearchAnswer, deadline: float) -> Iterator[Candidate]:
     """Yield plans of similar batch sizes that all devices divide, if much faster for each sample.
 
-    `searched` is the answer to the question, whose batch size they do not divide. A bound rules most sizes out, without
-    a search; the others are searched for `_BATCH_LIMIT_S`. None is looked at after `deadline` or Ctrl-C.
+    `searched`: the answer to the question, whose batch size they do not divide. A bound rules most sizes out, without a
+    search; the others are searched for `_BATCH_LIMIT_S`. The search ends at `deadline` or Ctrl-C.
     """
     sizes, devices = batch_sizes(question.request), question.cluster.num_devices
     if len(sizes) > 1 or sizes[0] % devices == 0 or searched.stopped:
@@ -201,7 +201,7 @@ def better_batches(question: WhatIf, searched: SearchAnswer, deadline: float) ->
 
 
 def _may_take_less(question: WhatIf, priced: Instance | None, sample_s: float) -> bool:
-    """Return whether the bounds allow a plan that takes less time a sample; False where the request is refused."""
+    """Return whether the bounds allow a plan that takes less time per sample; False if the request is refused."""
     _, request, model, cluster, profiles, file = question
     if len(each := of_each_optimizer(request)) > 1:
         return any(_may_take_less(question._replace(request=one), priced, sample_s) for one in each)

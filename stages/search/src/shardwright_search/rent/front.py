@@ -139,7 +139,7 @@ class RentalPrice(NamedTuple):
     usd: float
 
     def dominates(self, other: "RentalPrice") -> bool:
-        """Return whether time and price are both no larger than the other's, and one is smaller."""
+        """Return whether time and price are both no larger than the other time and price, and one is smaller."""
         return self.step_s <= other.step_s and self.usd <= other.usd and self != other
 
 

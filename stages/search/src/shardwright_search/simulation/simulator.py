@@ -309,7 +309,10 @@ class _Step(NamedTuple):
 
 
 def _steps(ranges: Sequence[StageTimes], schedule: Schedule) -> list[_Step]:
-    """Return a microbatch's steps: each kind of pass through all ranges, first to last or back; then the last one's."""
+    """Return the steps of a microbatch: each kind of pass through all ranges, first to last or back.
+
+    The steps of the last microbatch follow.
+    """
     sends = [here.send_ps for here in ranges[:-1]]
     sends_by_way = {1: [*sends, 0], -1: [0, *sends], 0: [0] * len(ranges)}
     steps = []
@@ -326,7 +329,7 @@ class _OrderedAction(NamedTuple):
     slot: int
     """Number of the step on a microbatch's way x microbatches + the microbatch."""
     then: int
-    """The slot that its message is for: the next step's, or one that nothing begins in."""
+    """The slot that its message is for: the slot of the next step, or one in which nothing begins."""
     step: int
     """Number in `_steps`."""
     stage: int

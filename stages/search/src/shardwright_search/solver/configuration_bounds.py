@@ -38,9 +38,9 @@ class StageLowerBounds(NamedTuple):
     """Lower bounds for a pipeline stage on one device group [start, end]; infinity: that run of layers does not fit."""
 
     time: Numbers
-    """A."""
+    """A: the time of a microbatch in the stage."""
     largest: Numbers
-    """Z."""
+    """Z: A times the coefficient of the slowest stage in T, plus U."""
 
 
 class Move(NamedTuple):
@@ -191,7 +191,10 @@ class StageKind(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """Bounds on some stages of a plan, by the layer where they begin or end: sum of a, largest z, sum of g."""
+    """Bounds on some stages of a plan, by the layer where they begin or end: sum of a, largest z, sum of g.
+
+    a, z and g are defined in the module's docstring: least A, what the slowest stage adds, and the mean's share of T.
+    """
 
     total: Numbers
     slowest: Numbers
@@ -292,7 +295,7 @@ class ConfigurationBounds:
         return bool(possible.any())
 
     def _moves(self, stage: int) -> Iterator[tuple[Position, int, Position]]:
-        """Yield each position before a stage, each group that it can be on, and the position after it."""
+        """Yield each position before a stage, with each group that the stage can be on and the position after it."""
         for position, moves in self.problem.placements[stage].items():
             for group, after in moves:
                 yield position, group, after
@@ -339,7 +342,7 @@ class ConfigurationBounds:
         return into + min((least[Cut(after, group, neighbour)] for neighbour in behind), default=0.0)
 
     def _min_sends(self, stage: int, group: int) -> float:
-        """Return the least that a stage's sends take, whatever its neighbours."""
+        """Return the least time that a stage's sends take together, for any neighbours."""
         least = (({}, *self.problem.min_sends_ps, {}))[stage : stage + 2]
         into = min((time for (_, behind), time in least[0].items() if behind == group), default=0.0)
         return into + min((time for (before, _), time in least[1].items() if before == group), default=0.0)
@@ -361,9 +364,9 @@ class ConfigurationBounds:
 
 
 def _fewer(in_flight: int) -> int:
-    """Return the largest smaller number of the form 2^n or 3 x 2^n.
+    """Return the largest number of the form 2^n or 3 x 2^n that is not above a number in flight.
 
-    With fewer in flight a stage needs no more memory or time.
+    With fewer microbatches in flight a stage needs no more memory or time.
     """
     # Few distinct counts let stages and configurations share their costs.
     power = 1 << (in_flight.bit_length() - 1)

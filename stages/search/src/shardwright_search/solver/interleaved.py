@@ -53,7 +53,7 @@ class Chain(NamedTuple):
         return StageMemory(np.broadcast_to(self.activation_bytes[:, None], peaks.shape), peaks)
 
     def then(self, options: Options, redistribution_ps: Numbers | None) -> "Chain":
-        """Return each way with an option of the next position; None: that position is the first of the range."""
+        """Return each way with an option of the next position; `redistribution_ps` None: it is the range's first."""
         memory = self.memory.then(passes_of(options))
         first = redistribution_ps is None
         return Chain(
@@ -379,7 +379,7 @@ class Interleaved:
         return _Whole(np.where(fits, objective, np.inf), label, first, last)
 
     def _stage_times(self, labels: ChunkLabels, embedding: Options, head: Options) -> Numbers:
-        """Return A' of every stage [stages, labels]."""
+        """Return A', the time of a microbatch with sends and redistribution, of every stage [stages, labels]."""
         problem, (chain, *_) = self._problem, labels.chains
         v, moves, kinds = problem.num_chunks, problem.group.redistribution_ps, problem.positions
         whole, (ahead, behind) = len(kinds), problem.lacking
@@ -403,7 +403,7 @@ class Interleaved:
         return np.asarray(times)
 
     def _stage_ends(self, labels: ChunkLabels, embedding: Options, head: Options) -> Numbers:
-        """Return U of the first stage, of the last, and of a middle one, if there is one [stages, labels]."""
+        """Return U, the time once a step, of the first, the last and (if any) a middle stage [stages, labels]."""
         problem, chunk_ps = self._problem, labels.chains[0].exposed_ps
         ends = (embedding, problem.spans.first), (head, problem.spans.last)
         outer = [

@@ -318,7 +318,7 @@ def _best(problem: Problem, levels: list[Level], below_ps: float, most: int) -> 
         objective = problem.closed_form.time(labels.total_ps, labels.slowest_ps, labels.exposed_ps)
         objective = objective + problem.tied_ps[labels.tied_class, labels.output_layout]
         rows = np.flatnonzero(objective < below_ps)
-        # Stable, so that of equal plans the same one is the answer on every machine.
+        # Stable, so that among equal plans the same one is the answer on every machine.
         best = rows[np.argsort(objective[rows], kind="stable")][:most]
         plans += [(float(objective[row]), at, int(row)) for row in best]
     plans.sort(key=lambda plan: plan[0])

@@ -32,7 +32,7 @@ class Start(Enum):
     FIRST = "first"
     """The stage is the first: nothing is received."""
     REDISTRIBUTED = "redistributed"
-    """Received in the output layout of the stage before, which is as wide, then redistributed to the first layer's."""
+    """Received in the output layout of the stage before, which is as wide, then redistributed for the first layer."""
     IN_PLACE = "in_place"
     """Received in the first layer's layout, from a stage of another width."""
 
@@ -57,9 +57,9 @@ class Options(NamedTuple):
     """The strategies of one layer type on one kind of device group, one column each [options]."""
 
     time_ps: Numbers
-    """Forward and backward of one microbatch."""
+    """A: forward and backward of one microbatch."""
     exposed_ps: Numbers
-    """Time once a step: the exposed part of gradient reduction, and the optimizer."""
+    """U: time once a step, the exposed part of gradient reduction and the optimizer."""
     state_bytes: Numbers
     """Bytes held all step long."""
     late_bytes: Numbers
@@ -94,7 +94,7 @@ class Options(NamedTuple):
         return self._replace(host_bytes=self.host_bytes + in_flight * self.host_activation_bytes)
 
     def without_moved_activations(self) -> "Options":
-        """Return the options such that those with activations in host memory never fit."""
+        """Return the options, changed so that those with activations in host memory never fit."""
         moves = self.host_activation_bytes > 0
         return self._replace(state_bytes=np.where(moves, _NEVER_FITS, self.state_bytes)) if moves.any() else self
 
@@ -123,7 +123,7 @@ class DeviceGroup(msgspec.Struct, frozen=True, dict=True, eq=False):
     """Budget of one rank in host memory."""
 
     def without_moved_activations(self) -> "DeviceGroup":
-        """Return the group such that options with activations in host memory never fit."""
+        """Return the group, changed so that options with activations in host memory never fit."""
         return replace(self, options=tuple(each.without_moved_activations() for each in self.options))
 
     @cached_property
@@ -171,7 +171,7 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
     tightest if this number is the type's speed.
     """
     block_in_each_stage: bool = False
-    """Whether neither the embedding nor the head may be alone in its stage."""
+    """Whether every stage must have a block, in addition to the embedding or the head."""
 
     @property
     def pp_size(self) -> int:
@@ -342,7 +342,7 @@ class PlanCost(NamedTuple):
 
 
 def price(problem: Problem, solution: Solution) -> PlanCost:
-    """Return T and memory of one plan, added up layer by layer."""
+    """Return step time T and memory of one plan, added up layer by layer."""
     numbers, position = solution.device_groups, problem.start_position
     (time, exposed, host), memory = np.zeros((3, problem.pp_size)), list[int]()
     before, layout = 0, 0

@@ -1,4 +1,4 @@
-"""Quick lower bounds on the step time for a whole configuration, before its stages are looked at.
+"""Quick lower bounds on the step time for a whole configuration, before its stages are examined.
 
 The first bound is relaxed: all layers are spread over all ranks. The second counts how many pipeline stages are on each
 node type, wherever they are in the pipeline.
@@ -105,7 +105,7 @@ class OnType(NamedTuple):
 
 
 def sends_ps(on_types: Sequence[OnType]) -> float:
-    """Return the least that all sends add to the sum of A: two for each stage, but one for the first and the last."""
+    """Return the least that all sends add to the sum of A: two for each stage, only one for the first and the last."""
     return 2 * (sum(on.stages * on.send_ps for on in on_types) - max(on.send_ps for on in on_types))
 
 

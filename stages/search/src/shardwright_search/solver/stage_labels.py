@@ -64,7 +64,7 @@ class RunLabels(NamedTuple):
 
 Reachable = list[tuple[Run, TargetRun]]
 Rest = tuple[tuple[int, ...], tuple[float, ...]]
-"""Layers that a target still needs, and its caps."""
+"""Types of the layers that a target still needs, and its caps on weighted costs."""
 
 
 class StageLabels:
@@ -247,7 +247,7 @@ class StageLabels:
         What promises most for a short run leaves a long one too little memory.
         """
         assert self._max_labels is not None
-        # Lengths in between need labels much like their neighbours'.
+        # Lengths in between need much the same labels as their neighbours.
         some = np.unique(np.linspace(0, len(rests) - 1, _LENGTHS).round().astype(int))
         fitting, few = np.flatnonzero(self._fitting(labels)), self._max_labels // len(some)
         keep = np.zeros(len(labels.time_ps), bool)

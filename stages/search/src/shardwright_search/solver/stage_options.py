@@ -189,7 +189,7 @@ _FEW_LAYERS = 2
 _FEW_PLANS = 5_000
 
 Weights = tuple[float, float]
-"""Weights of A and U in a cost."""
+"""Weights of A (time of a microbatch) and U (time once a step) in a cost."""
 
 
 def weightings(problem: Problem, group: int) -> tuple[Weights, Weights, Weights]:

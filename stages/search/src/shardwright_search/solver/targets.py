@@ -58,7 +58,7 @@ class Optimum(NamedTuple, Generic[C]):
 
     best: Best[C] | None
     near: tuple[Best[C], ...]
-    """Plans whose score is within the requested share of the best one's, the best first."""
+    """Plans whose score is within the requested share of the best score, the best first."""
     bound: float
     """No plan of any configuration has a lower score."""
     bounds: tuple[tuple[float, Target[C]], ...]

@@ -50,7 +50,7 @@ class Shortfall(NamedTuple):
 
 
 def budgets_of(request: SearchRequest, cluster: Cluster, file: Path) -> dict[str, int]:
-    """Return the bytes that a rank may use, by node type: `memory_gib`, or all of the device's, less the reserve.
+    """Return the bytes that a rank may use, by node type: `memory_gib`, or all memory of the device, less the reserve.
 
     Raises BadInput if the request allows more than a device has, or names a node type that the cluster does not have.
     """
@@ -109,7 +109,7 @@ def allowed_bytes(plan: Plan, estimate: Estimate, budgets: Mapping[str, int]) ->
 
 
 def over_bytes(plan: Plan, estimate: Estimate, budgets: Mapping[str, int]) -> tuple[int, ...]:
-    """Return by how many bytes a rank of each stage exceeds its budget, or that of its host; 0 or less: it fits."""
+    """Return by how many bytes a rank of each stage exceeds its budget, or its host's budget; 0 or less: it fits."""
     allowed = allowed_bytes(plan, estimate, budgets)
     over = [stage.memory_bytes - most for stage, most in zip(estimate.stages, allowed, strict=True)]
     for number, (stage, place) in enumerate(zip(estimate.stages, plan.stages, strict=True)):

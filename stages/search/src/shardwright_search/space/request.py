@@ -78,7 +78,7 @@ class Objective(StrEnum):
     STEP_TIME = "step_time"
     """The shortest step, for a fixed batch size."""
     USD_PER_SAMPLE = "usd_per_sample"
-    """The least price of a sample; on a given cluster the plan of the most samples a second."""
+    """The least price of a sample; on a given cluster this is the plan with the most samples a second."""
 
 
 class BatchRange(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -209,7 +209,7 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
     attention: Attention = Attention.AUTO
     """The attention kernel."""
     compile: bool = False
-    """Whether torch.compile compiles each layer; the profile must be of compiled layers, too."""
+    """Whether torch.compile compiles each layer; the profile must be measured with compiled layers, too."""
     loss_chunks: Count = 1
     """Number of chunks of a rank's positions for which logits and loss are computed one after another, and again in
     the backward pass."""
@@ -326,7 +326,7 @@ class Offer(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     usd_per_hour: NonNegativeNumber | None = None
     """Price of one node; null: the price in the cluster file."""
     counts: Annotated[tuple[NonNegativeCount, ...], Meta(min_length=1)] | None = None
-    """Numbers of nodes that can be rented; null: any number from 0 to the cluster file's."""
+    """Numbers of nodes that can be rented; null: any number from 0 to the number in the cluster file."""
 
 
 class Offers(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):

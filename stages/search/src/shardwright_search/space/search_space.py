@@ -194,7 +194,7 @@ class Unlisted(NamedTuple):
     """Configurations that are bounded and not searched: their stages have too many placements."""
 
     scores: tuple[tuple[float, int], ...]
-    """A score that no plan of a configuration is below, and its pipeline degree, for each."""
+    """For each configuration a lower bound of its plans' scores, and its pipeline degree."""
 
     def below(self, score: float) -> "Unlisted | None":
         """Return the configurations that may have a plan below this score; None: there are none."""

@@ -36,12 +36,12 @@ from shardwright_search.step.memory import pass_counts
 from shardwright_search.step.pareto import Numbers
 
 _LEAST_SHARE = 1 - 2.0**-40
-"""A weighted time times this is less than the exact one: few roundings are in it."""
+"""A computed weighted time times this is less than the exact one, as it has only a few roundings."""
 _MAX_PIVOTS = 20
 """The most pivots for each stage."""
 _SMALL = 1e-9
 _MAX_ROUNDS = 12
-"""The most actions of a stage, for each stage, among which it holds the most."""
+"""How many of a stage's first actions, for each stage of the pipeline, are searched for the most memory."""
 
 
 def split_targets(space: SearchSpace, schedule: Schedule) -> tuple[Target[Configuration], ...] | None:

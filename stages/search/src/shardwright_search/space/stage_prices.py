@@ -103,7 +103,7 @@ class TiedParameters(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_method
     def _ranks(self, node_types: NodeTypes, width: int, last: bool = False) -> tuple[int, ...]:
-        """Return the ranks of a first or last stage; over several types one possible set, for all cost the same."""
+        """Return the ranks of a first or last stage; over several types any possible set, as all cost the same."""
         types = self.costs.cluster.node_type_of_rank
         pools = [pool[::-1] if last else pool for pool in pools_of(self.costs.cluster) if types[pool[0]] in node_types]
         in_turn = [rank for turn in zip_longest(*pools) for rank in turn if rank is not None]
@@ -307,7 +307,7 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
         return np.array([self._moves_of(name, choice, topology) for name in self.types])
 
     def _moves_of(self, name: str, choice: Choice, topology: StageTopology) -> Numbers:
-        """Return the times [layouts, layouts] of a type."""
+        """Return the redistribution times of a layer type in a forward pass [layouts, layouts]."""
         shardings = self.layers.shardings(choice)
         layouts = shardings.layouts
         one_way = np.zeros((len(layouts), len(layouts)))
@@ -317,7 +317,7 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
         return one_way
 
     def handed_over(self, choice: Choice, handover: Handover) -> Numbers:
-        """Return times [types, layouts before, layouts after]; infinity: impossible."""
+        """Return the times of a handover, one way [types, layouts before, layouts after]; infinity: impossible."""
         if handover.link is not None:
             return self._rank_to_rank(choice.free, handover.widths[0], handover.link)
         return self._to_other_width(choice.free, handover.nodes, handover.node_types)

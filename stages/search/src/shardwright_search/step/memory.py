@@ -34,7 +34,7 @@ class Phase(NamedTuple):
     late: bool = False
     """True if the gradients of this backward pass are made layer by layer, and do not all exist from its start."""
     summed: bool = True
-    """True if gradients of earlier backward passes exist, summed in place or separately from the last pass's."""
+    """True if gradients of earlier backward passes exist, summed in place or separately from the last gradients."""
 
 
 def phases(in_flight: int, num_microbatches: int, keeps_sums: bool = False) -> tuple[Phase, ...]:

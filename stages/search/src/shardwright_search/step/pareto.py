@@ -97,7 +97,10 @@ def _front_of_many(rows: NDArray[Any]) -> Ints:
 
 
 def beaten_alike(front: NDArray[Any], block: NDArray[Any], keys: tuple[Ints, Ints]) -> NDArray[np.bool_]:
-    """Return which rows of a block some row of a front with the same key matches or beats; `keys`: front's, block's."""
+    """Return which rows of a block some row of a front with the same key matches or beats.
+
+    `keys`: the keys of the front's rows, and of the block's rows.
+    """
     if len(front) * len(block) <= _SWEPT:
         return np.asarray((_no_worse(front, block) & (keys[0][:, None] == keys[1])).any(0))
     is_beaten = np.zeros(len(block), bool)
@@ -129,7 +132,7 @@ def _no_worse(front: NDArray[Any], block: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def _beaten_of_three(front: NDArray[Any], block: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return `beaten` for three columns, in one sweep over the first; of equal rows those of the front come first."""
+    """Return `beaten` for three columns, in one sweep over the first; among equal rows the front's come first."""
     rows, of_front = np.concatenate([front, block]), np.arange(len(front) + len(block)) < len(front)
     order: Ints = np.lexsort((~of_front, rows[:, 0]))
     kept = _front_of_three(rows[order, 1].tolist(), rows[order, 2].tolist(), of_front[order].tolist())

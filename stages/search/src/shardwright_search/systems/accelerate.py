@@ -1,6 +1,6 @@
 """A plan as what Hugging Face's accelerate starts: its ParallelismConfig and FSDP2 in Python, and its launch file.
 
-Names are those of accelerate 1.15.0: `parallelism_config.py`, `utils/dataclasses.py`, `commands/config/config_args.py`.
+Names are from accelerate 1.15.0: `parallelism_config.py`, `utils/dataclasses.py`, `commands/config/config_args.py`.
 Gradients are reduced with the last micro-batch, or with each one if `sync_each_batch` is true.
 FSDP2 shards over data-parallel and context-parallel ranks; attention over the latter is torch's `context_parallel`.
 """
@@ -71,7 +71,7 @@ _SETTINGS: Mapping[str, Settings] = {
         read=("sync_each_batch",), harmless=("num_steps", "adjust_scheduler", "sync_with_dataloader")
     ),
 }
-"""Arguments of accelerate's classes that a set-up calls; the number of accumulated micro-batches is the question's."""
+"""Arguments of accelerate's classes that a set-up calls; the question decides how many micro-batches accumulate."""
 _SETUP = '''\
 """Set-up of a plan: prepare the model with ACCELERATOR, and load MICRO_BATCH_SIZE samples a rank."""
 

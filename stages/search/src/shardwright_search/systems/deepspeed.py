@@ -1,6 +1,6 @@
 """A plan as DeepSpeed's configuration (JSON), and such a configuration as a plan.
 
-Keys and meanings are those of `deepspeed/runtime/config.py` and `runtime/zero/config.py` of 0.19.8. Stage 1 reduces the
+Keys and meanings are from `deepspeed/runtime/config.py` and `runtime/zero/config.py` of 0.19.8. Stage 1 reduces the
 gradients of all micro-batches once a step; stages 2 and 3 reduce them after each micro-batch. Parameters are kept in
 bfloat16 in addition to their float32 copies, as by Megatron-LM's optimizers.
 """

@@ -271,7 +271,7 @@ _PRICED = re.compile(
 )
 """Words of names that concern parallelism, memory, states of the optimizer, precision or kernels."""
 _MOST = 60
-"""Characters of a name or a text that a refusal shows."""
+"""Characters of a name or a string that a refusal shows."""
 _BEYOND = 10**18
 
 
@@ -308,7 +308,7 @@ def concerns_plans(name: str) -> bool:
 
 
 def shown(value: object) -> str:
-    """Return a value for an error message, with long numbers, long texts and nested values shortened."""
+    """Return a value for an error message, with long numbers, long strings and nested values shortened."""
     if isinstance(value, str):
         return value[:_MOST]
     if isinstance(value, Mapping):

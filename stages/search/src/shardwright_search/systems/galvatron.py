@@ -157,7 +157,7 @@ def strategy_of_keys(raw: object, path: Path) -> GalvatronStrategy:
 
 
 def galvatron_keys(strategy: GalvatronStrategy) -> dict[str, int | str]:
-    """Return the file's keys: those of 2.4.0, and further keys of newer versions, which 2.4.0 ignores."""
+    """Return the file's keys: the keys of 2.4.0, and further keys of newer versions, which 2.4.0 ignores."""
     layers, vocabulary = strategy.layers, strategy.vocabulary
     return {
         "pp_deg": len(strategy.pp_division),

@@ -1,6 +1,6 @@
 """Files that start a system on the nodes of a plan: by hand, in Docker, on Slurm, with Enroot, and in other `places`.
 
-Systems take ranks for the pipeline in their order, and torchrun gives each node the ranks that follow those of the
+Systems take ranks for the pipeline in their order, and torchrun gives each node the ranks after the ranks of the
 node before, however many each has. A plan may take up the nodes of a cluster in another order than the cluster's own.
 
 Options are those of torchrun (torch 2.11), srun and sbatch (22.05; heterogeneous jobs since 17.11, by this name since
@@ -25,7 +25,7 @@ from shardwright_search.systems.places import Carried, NodesOfAType, one_line, p
 _PLACE = re.compile(r"#@(\w+)@\n|@(\w+)@")
 """A placeholder in a script: a line of its own, or a word."""
 _FEATURE = re.compile(r"[A-Za-z0-9_.-]+")
-"""Pattern of a node type by whose name Slurm can be asked for nodes."""
+"""Pattern of names of node types by which nodes can be requested from Slurm."""
 _MAX_HOSTS_BYTES = 64 * MIB
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _REMEDY = "give one host name and its node type a line"

@@ -1,6 +1,6 @@
-"""Megatron-LM: a plan as its command-line arguments, with those that describe the model.
+"""Megatron-LM: a plan as its command-line arguments, with the arguments that describe the model.
 
-Names and meanings are those of `megatron/training/arguments.py` and `megatron/core/transformer/` in its main branch of
+Names and meanings are from `megatron/training/arguments.py` and `megatron/core/transformer/` in its main branch of
 late 2025; megatron-core 0.16 has the same names in its TransformerConfig. Ranks are numbered as its default order
 `tp-cp-ep-dp-pp` numbers them; for experts, tensor-parallel ranks are neighbours, then expert-parallel ones, then those
 that hold replicas (`parallel_state.py`), as in plans.
@@ -348,10 +348,10 @@ _SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED_1F1B)
 
 
 def megatron_arguments(plan: Plan, plan_file: object, tuned: bool = False) -> Exported:
-    """Return the arguments that a plan determines, one a line; data and learning rate are the user's.
+    """Return the arguments that a plan determines, one per line; the user adds data and learning rate.
 
-    `tuned`: experts run as `Runtime.tuned` prices them.
-    Raises BadInput naming the first thing that Megatron-LM cannot express.
+    `tuned`: experts run as `Runtime.tuned` prices them. Raises BadInput naming the first feature that Megatron-LM
+    cannot express.
     """
     target = ExportTarget(_TARGET, plan_file)
     uniform = uniform_of(plan, target, _KINDS, has_expert_grids=True, has_context=True, types=LAYER_TYPES)

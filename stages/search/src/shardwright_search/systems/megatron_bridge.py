@@ -1,6 +1,6 @@
 """A plan as a recipe of Megatron Bridge (Python), and such a recipe as a plan.
 
-Fields are those of its 0.3.1 (`training/config.py`, `recipes/common.py`) and of megatron-core 0.16.1. It runs what
+Fields are from its 0.3.1 (`training/config.py`, `recipes/common.py`) and of megatron-core 0.16.1. It runs what
 Megatron-LM runs, so that a recipe is Megatron-LM's arguments under the names of fields.
 """
 

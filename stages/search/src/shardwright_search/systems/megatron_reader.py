@@ -1,7 +1,7 @@
-"""Megatron-LM's arguments as a plan; those of model, data and precision are not read.
+"""Megatron-LM's arguments as a plan; arguments for model, data and precision are not read.
 
-Each argument, or field of Megatron Bridge, is read, changes nothing that a plan decides, or is refused. Names are those
-of `megatron/training/arguments.py`, of megatron-core's TransformerConfig, and of the Bridge's `training/config.py`. How
+Each argument, or field of Megatron Bridge, is read, changes nothing that a plan decides, or is refused. Names are from
+`megatron/training/arguments.py`, of megatron-core's TransformerConfig, and of the Bridge's `training/config.py`. How
 communication is hidden is the question's `--runtime`, and the precision its `--precision`.
 """
 
@@ -129,7 +129,7 @@ def check_fields(file: str, given: Mapping[str, object], read: Collection[str], 
 
 
 def _settings(read: Collection[str], setting: Setting) -> Settings:
-    """Return the known settings other than those of model, data and logging."""
+    """Return the known settings except for settings of model, data and logging."""
     asked = {FP8: _IN_FP8, NVFP4: _IN_FP4}.get(setting.precision.compute, set[str]())
     return Settings(read=read, harmless=_HIDING | _TUNED | _ELSEWHERE | asked, values=_VALUES, strict=False)
 

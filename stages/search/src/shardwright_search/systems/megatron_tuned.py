@@ -1,6 +1,6 @@
 """Arguments of Megatron-LM for expert exchanges as `Runtime.tuned` prices them, as in Megatron-Bridge's recipes.
 
-Names and values are those of Megatron-Bridge 0.6.2 (`perf_recipes/qwen/common.py`, and the environment of its recipes),
+Names and values are from Megatron-Bridge 0.6.2 (`perf_recipes/qwen/common.py`, and the environment of its recipes),
 and of megatron-core 0.19 (`TransformerConfig`). Matrix products in MXFP8 and NVFP4 are one operator inside a graph of
 the whole step, which needs the paged stash of 0.19; in 16 bits graphs replay all except the experts, as 0.16 can, too.
 """

@@ -1,6 +1,6 @@
 """Files that start a plan on SkyPilot (a task), Kubeflow (a TrainJob) and Kubernetes (a JobSet).
 
-Fields are those of SkyPilot's `sky/utils/schemas.py` (0.10 to 0.12), of Kubeflow Trainer's `v1alpha1/trainjob_types.go`
+Fields are from SkyPilot's `sky/utils/schemas.py` (0.10 to 0.12), of Kubeflow Trainer's `v1alpha1/trainjob_types.go`
 (2.0 to 2.2) and of JobSet's `v1alpha2/jobset_types.go` (0.8 to 0.10). The scripts of the folder travel in the arguments
 of a pod: Kubernetes reads `$$` there as `$`, and `$(NAME)` as a variable, so each `$` is doubled.
 """
@@ -133,7 +133,7 @@ class Places(NamedTuple):
 
 
 def places_of(plan: Plan, groups: Sequence[NodesOfAType], carried: Carried, spot: bool = False) -> Places:
-    """Return the files for those of SkyPilot, Kubeflow and Kubernetes that can start the nodes."""
+    """Return the files for SkyPilot, Kubeflow and Kubernetes, and the reason for each that cannot start the nodes."""
     written, notes = dict[str, str](), list[str]()
     if any(len(_escaped(text)) > _MOST_CHARACTERS for text in carried.files.values()):
         notes.append("no jobset.yaml and trainjob.yaml: a file of the folder is too long for an argument of a pod")
@@ -282,7 +282,7 @@ def _command(carried: Carried) -> dict[str, Yaml]:
 
 
 def _escaped(text: str) -> str:
-    """Return a text with Kubernetes' variables escaped."""
+    """Return a string with Kubernetes' variables escaped."""
     return text.replace("$", "$$")
 
 
@@ -298,7 +298,7 @@ def _meanings(carried: Carried) -> list[str]:
 
 
 def one_line(text: str) -> str:
-    """Return a text as one line of printable characters."""
+    """Return a string as one line of printable characters."""
     return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
 

@@ -1,6 +1,6 @@
 """torchtitan: a plan as its TOML configuration, and such a configuration as a plan.
 
-Sections and keys are those of its `config/job_config.py` in 0.2.2 (late 2025); what they do is read from
+Sections and keys are from its `config/job_config.py` in 0.2.2 (late 2025); what they do is read from
 `models/llama3/infra/parallelize.py` and `distributed/{pipeline_parallel,activation_checkpoint,parallel_dims}.py`. For
 0.3, which is configured in Python, `torchtitan_module` writes a module with the same fields.
 
@@ -370,9 +370,9 @@ _FILLED = ("1F1B",)
 
 
 def torchtitan_toml(plan: Plan, plan_file: object) -> Exported:
-    """Return the configuration sections that a plan determines; data and learning rate are the user's.
+    """Return the configuration sections that a plan determines; the user adds data and learning rate.
 
-    Raises BadInput naming the first thing that torchtitan cannot express.
+    Raises BadInput naming the first feature that torchtitan cannot express.
     """
     target = ExportTarget(_TARGET, plan_file)
     uniform = uniform_of(plan, target, has_expert_grids=True, has_context=True, types=layer_types(plan.model))
@@ -583,13 +583,13 @@ def _recompute(plan: Plan, target: ExportTarget) -> dict[str, Toml]:
 
 
 def _section(name: str, keys: Mapping[str, Toml]) -> str:
-    """Return a section as text; JSON without escapes of letters spells texts, numbers and lists as TOML does."""
+    """Return a section as text; JSON without escapes of letters writes strings, numbers and lists as TOML does."""
     lines = (f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in keys.items())
     return "".join((f"[{name}]\n", *lines))
 
 
 def _reads(configuration: Configuration, casts: bool) -> bool:
-    """Return whether a configuration's kinds of parallelism work together there: DDP works only alone."""
+    """Return whether torchtitan runs a configuration's kinds of parallelism together: DDP only by itself."""
     layers = configuration.layers
     assert layers is not None
     alone = layers.tp_size == layers.cp_size == configuration.pp_size == 1
@@ -599,7 +599,10 @@ def _reads(configuration: Configuration, casts: bool) -> bool:
 
 
 def torchtitan_limits(model: Model, precision: Precision) -> tuple[Limits, ...]:
-    """Return its two ways: accumulation, which reduces each microbatch's gradients, and a pipeline, the last one's."""
+    """Return torchtitan's two ways: accumulation, which reduces gradients after each microbatch, and a pipeline.
+
+    A pipeline reduces gradients with the last microbatch.
+    """
     casts = precision.compute != precision.parameters
     parallel, blocks = (SequenceParallel.MEGATRON, SequenceParallel.NONE), registered(model)
     contexts = contexts_of(model) if blocks is None or blocks.contexts else ()
