@@ -121,7 +121,7 @@ def _pairs(text: str, setting: Setting) -> UniformStrategy:
 
 
 def _context(text: str, pairs: Mapping[str, str]) -> ContextParallel:
-    """Return the kind of context parallelism; there is none with cp=1."""
+    """Return the kind of context parallelism, which has no effect with cp=1; BadInput if it is then named."""
     if "context" in pairs and _count(text, pairs, "cp") == 1:
         raise BadInput(f"--against {text}", "context without cp above 1", "give cp, or leave context out")
     kind: ContextParallel = _one_of(text, "context", pairs.get("context", ContextParallel.GATHER.value), _CONTEXT)

@@ -61,7 +61,7 @@ def verify(options: VerifyOptions) -> None:
 
 
 def _claim(options: VerifyOptions, bound_ps: float, plan: Plan, plan_ps: int | None) -> str:
-    """Return what is confirmed of plans without split backward passes.
+    """Return, in words, what is confirmed of plans without split backward passes.
 
     `plan_ps`: the closed form of the plan's step; None: the plan has split backward passes.
     """
@@ -77,7 +77,7 @@ def _claim(options: VerifyOptions, bound_ps: float, plan: Plan, plan_ps: int | N
 
 
 def _split_claim(options: VerifyOptions, bound_ps: float, plan: Plan, plan_ps: int) -> str:
-    """Return what is confirmed of plans with split backward passes, compared with a plan's simulated time."""
+    """Return, in words, what is confirmed of plans with split backward passes, compared with a plan's time."""
     if plan.schedule.splits and plan_ps < bound_ps:
         raise BadInput(options.certificate, f"its bound exceeds the simulated step time of {options.plan}", _ANEW)
     more = f"more than {_most_percent(plan_ps, bound_ps)}% " if plan_ps > bound_ps else ""

@@ -65,7 +65,7 @@ def shared_layer_cost(
 
 
 def _corrected(profiles: Profiles, type_name: str, parts: int, cost: ComputeCost) -> ComputeCost:
-    """Return a derived cost, corrected by the ratio that a probe of the nearest cp_size measured."""
+    """Return a derived cost, times the ratio of measured to derived time that a probe of the nearest cp_size has."""
     probed = [row for row in profiles.context if row.type == type_name]
     if not probed:
         return cost

@@ -41,7 +41,7 @@ class StatedLoad(NamedTuple):
     """Ratio of the fullest group's rows to the mean group's: at least 1."""
 
     def imbalance(self, _model: Model, _type_name: str, ep_size: int) -> float:
-        """Return the ratio, limited to `ep_size`, at which one group has all rows."""
+        """Return the ratio, but at most `ep_size`, with which one group has all rows."""
         return min(self.ratio, float(ep_size))
 
     def placed_imbalance(self, _layer: int, groups: Sequence[Sequence[int]]) -> float:

@@ -219,7 +219,10 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_property
     def _shape_counts(self) -> tuple[bool, bool, bool]:
-        """Return whether any profile overlaps exchanges, any has least times of pipelines, and all hold ties once."""
+        """Return whether any profile overlaps exchanges, any has least times of pipelines, and all hold ties once.
+
+        These are the properties of profiles that make costs depend on a plan's shape.
+        """
         each = self._profiles_by_type.values()
         overlaps = any(one.exchange is not None and one.exchange.overlapped for one in each)
         ties = self.model.has_copies and all(one.held.ties for one in each)
@@ -377,7 +380,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     def least_gather_ps(
         self, type_name: str, parts: Parts, topology: StageTopology, single_microbatch: bool
     ) -> Numbers:
-        """Return the least that a gather for one pass adds to any computation that it overlaps with [strategies]."""
+        """Return the least picoseconds that a gather adds to one pass, whatever it overlaps with [strategies]."""
         given = topology, single_microbatch, False
         costs = (self._all_parameters(type_name, each, *given).gather_each for each in parts.parameters)
         # Linear in the computation until all of the gather is hidden, so least at either end, except for rounding.

@@ -73,7 +73,7 @@ class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def times(self) -> StageTimes:
-        """Return the times that the simulator uses."""
+        """Return the range's times for the simulator, in picoseconds."""
         forward = sum(self._gathered("forward_ps", 1, self.gathered_first[0])) + self.redistribution_forward_ps
         reductions = self._reductions()
         once = forward, sum(reduction.backward_ps for reduction in reductions), self.send_after_ps
@@ -271,7 +271,10 @@ def _output_bytes(costs: CostModel, layers: Sequence[Layer], samples: int) -> in
 
 
 def _gathered_first(plan: Plan, index: int, layers: Sequence[LayerCost]) -> tuple[float, float]:
-    """Return the share of microbatches that gather the first layer, without gathers in `gathers_spared`."""
+    """Return the shares of microbatches whose forward and backward passes gather the layer that they begin with.
+
+    `gathers_spared` counts the others.
+    """
     if not (layers and (layers[0].gather.alone_ps or layers[-1].gather.alone_ps)):
         return 1.0, 1.0
     spared = gathers_spared(plan, *plan.way[index])
@@ -419,7 +422,7 @@ def _layers(plan: Plan) -> list[list[Layer]]:
 
 
 def _turns(plan: Plan, costs: CostModel) -> list[list[Turns]]:
-    """Return what the time of each range's layers depends on besides their strategies."""
+    """Return, for each layer by range, the features besides its strategy on which its time depends."""
     shape = costs.turns(len(plan.stages), plan.num_microbatches, len(plan.stages[0].layers))
     placed = (placed_imbalance(costs.profiles, plan, number) for number in range(len(plan.layers)))
     return _by_range(plan, shape, [shape if each is None else shape._replace(placed=each) for each in placed], shape)

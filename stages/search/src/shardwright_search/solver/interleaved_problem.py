@@ -279,9 +279,9 @@ class InterleavedBounds:
 
     @property
     def missing_bytes(self) -> tuple[int, ...]:
-        """Return a lower bound of the bytes by which the first and the last stage exceed their budgets.
+        """Return lower bounds of the bytes by which the first and the last stage exceed their budgets.
 
-        0 or less if they may fit.
+        A stage with 0 or less may fit.
         """
         held = (self._steps(0) + self._rest[1].transpose(0, 2, 1)).min((1, 2))[: self._num_memories]
         return tuple(int(np.floor(each)) - int(self._budget) for each in rounded_down(held))

@@ -140,7 +140,7 @@ def _least_costs(problem: Problem, made: bool) -> Numbers:
 
 
 class _MemoryState(NamedTuple):
-    """The end of the layers so far, the stages' position, the last one's width, and the output layout."""
+    """The end of the layers so far, the position after their stages, the last stage's width, and the output layout."""
 
     end: int
     position: Position

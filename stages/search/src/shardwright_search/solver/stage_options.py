@@ -289,7 +289,7 @@ class GroupCosts:
 
     @property
     def _head(self) -> int:
-        """Number of the head's type, the last: types are numbered in the order of the layers."""
+        """Number of the head's type, which is the last: types are numbered in the order of the layers."""
         return len(self.options) - 1
 
     @cached_method

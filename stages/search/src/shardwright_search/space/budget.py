@@ -254,8 +254,8 @@ def _lacking(
 def states_beyond_budget(instance: Instance) -> int:
     """Return by how many bytes a rank's share of all states exceeds its budget when fully sharded; 0: it fits.
 
-    States are the parameters as stored, and of trained ones gradients in the smaller format and the optimizer's states,
-    if these are not offloaded.
+    States are all parameters as stored, and for trained ones the gradients in the smaller format and, unless offloaded,
+    the optimizer's states.
     """
     costs, counts = instance.costs, Counter(instance.costs.cluster.node_type_of_rank)
     stored, reduced = ITEMSIZE[costs.precision.parameters], ITEMSIZE[costs.precision.reduce]

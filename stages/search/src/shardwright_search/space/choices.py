@@ -296,7 +296,7 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
         return configuration.widths is not StageWidths.ANY or self.ways(configuration).max_moves <= MAX_MOVES
 
     def layer_strategies(self, configuration: Configuration) -> tuple[LayerStrategy, ...]:
-        """Return the strategies that all layers of a configuration can have, in the form for layers with experts."""
+        """Return the strategies that all layers of a configuration can share, as strategies of a layer with experts."""
         choice, types = self.choice(configuration), self.costs.model.types
         by_type = self.layers.shardings(choice).strategies[choice.widths[0]]
         names = dict.fromkeys(self.costs.model.layers)

@@ -351,7 +351,7 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
         return best or latest(self._plain([*equals, *single]), soon(0.0))[0]
 
     def _plain(self, targets: Iterable[Target[Configuration]]) -> Iterator[Best[Configuration]]:
-        """Yield ever better plain plans."""
+        """Yield ever better plans among the `plain_plan`s of the first targets."""
         solved = ((target, plain_plan(self.instance.problem(target.configuration))) for target in targets)
         plans = (Best(target, plan, target.score(plan.objective_ps)) for target, plan in solved if plan is not None)
         yield from accumulate(islice(plans, _MAX_PLAIN), _lesser)

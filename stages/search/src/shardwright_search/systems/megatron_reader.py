@@ -420,7 +420,7 @@ _SHOWN = 60
 
 
 class Layout(NamedTuple):
-    """The number of layers of each range."""
+    """A pipeline layout: the numbers of layers of each range, and where layers that predict further tokens are."""
 
     sizes: list[int]
     """Decoder layers of each range, in the order in which a microbatch goes through them."""
