@@ -32,34 +32,34 @@ from shardwright_search.space.search_space import SearchSpace
 # The plan with the shortest simulated step: near-optimal plans are simulated, then improved by local changes.
 #
 # The closed form orders plans almost as the simulator does, but not quite: it counts sends that are hidden, and does
-# not tell forward from backward passes. So plans that it puts near its optimum are simulated, and the quickest of them
-# are changed in one place after the other, for as long as that makes the simulated step shorter.
+# not distinguish forward from backward passes. So plans near its optimum are simulated, and the quickest of them are
+# changed in one place after the other, as long as that makes the simulated step shorter.
 
 
 _MAX_ACTIONS = 100_000
-"""The most passes that are simulated to tell near plans apart."""
+"""The most passes that are simulated to compare near plans."""
 _MAX_WORK = 12_000
-"""The most passes that are simulated to change them, with what their layers take to price."""
+"""The most passes that are simulated to change plans; pricing their layers counts as passes, too."""
 _ACTIONS_OF_LAYER = 10
-"""Pricing a layer takes as long as simulating so many passes."""
+"""Pricing a layer takes as long as simulating this number of passes."""
 _EXACT = 1e-3
-"""Where the closed form of a single stage is the simulated time up to this share, it is not changed."""
+"""A plan of one stage is not changed if its closed form differs from its simulated time by at most this share."""
 _STARTS = 3
-"""Number of plans that are changed, whatever they are."""
+"""Number of plans that are always changed."""
 _MAX_STARTS = 16
-"""The most plans that are changed where the simulator may hide much."""
+"""The most plans that are changed if the simulator may hide much."""
 _HIDDEN = 0.02
-"""Share of a step: the simulator may order plans otherwise than the closed form where it may hide more."""
+"""If the simulator may hide more than this share of a step, it may order plans differently from the closed form."""
 _SMALL = 150
-"""The most work of a trial, in passes, with which all placements are looked at: of larger plans it takes too long."""
+"""The most work of a trial, in passes, with which all placements are examined: for larger plans it takes too long."""
 _MAX_OPEN = 24
-"""The most configurations, the promising ones, whose best plan on each placement is looked for."""
+"""The most configurations, the promising ones, whose best plan on each placement is searched."""
 _MAX_PLACEMENTS = 12
-"""The most placements of one of them."""
+"""The most placements of one configuration."""
 _MAX_PLACEMENT_LABELS = 3_000
 """The most work on the best plan of one placement."""
 _MAX_RUNS = 12_000
-"""The most pairs of layers on all placements looked at, the first one apart: work on a placement grows with them."""
+"""The most pairs of layers on all placements except the first one: work on a placement grows with them."""
 
 
 class Simulated(NamedTuple):
@@ -70,7 +70,7 @@ class Simulated(NamedTuple):
 
 
 def simulated(instance: Instance, plans: Sequence[Best[Configuration]]) -> tuple[Simulated, ...]:
-    """Return plans by ascending simulated score; of too many, the last are left out, never the first."""
+    """Return plans by ascending simulated score; if they are too many, the last ones given are left out."""
     ranked: list[Simulated] = []
     left = _MAX_ACTIONS
     for best in plans:
@@ -97,7 +97,7 @@ def changed(instance: Instance, ranked: Sequence[Simulated]) -> Iterator[Best[Co
 
 
 def _starts(instance: Instance, ranked: Sequence[Simulated]) -> Iterator[Simulated]:
-    """Yield the first few plans, and the first of each configuration and placement where the simulator hides much."""
+    """Yield the first few plans, and the first of each configuration and placement if the simulator hides much."""
     yield from ranked[:_STARTS]
     known = {_place(start.best) for start in ranked[:_STARTS]}
     for each in ranked[_STARTS:]:
@@ -114,8 +114,8 @@ def _place(best: Best[Configuration]) -> tuple[Configuration, tuple[int, ...]]:
 def _improved(instance: Instance, here: Simulated) -> Iterator[tuple[Simulated, int]]:
     """Yield the plan, and each change that shortens its step, with the number of passes simulated for it.
 
-    Interleaved plans stay as they are, and so does a single stage whose closed form is its simulated time, unless
-    layers may be gathered while others work (ZeRO-3).
+    Interleaved plans are not changed. Plans of a single stage are not changed if their closed form is their simulated
+    time, unless layers may be gathered while others work (ZeRO-3).
     """
     target = here.best.target
     single = target.configuration.pp_size == 1 and DataParallel.ZERO3 not in instance.request.data_parallel
@@ -138,7 +138,7 @@ def _improved(instance: Instance, here: Simulated) -> Iterator[tuple[Simulated, 
 
 
 def _score(instance: Instance, target: Target[Configuration], solution: Solution) -> float:
-    """Return the score by simulation, in the units of the closed form's."""
+    """Return the score by simulation, in the units of scores by the closed form."""
     return simulated_step_ps(instance.plan(target.configuration, solution), instance.costs) * target.scale
 
 
@@ -198,7 +198,7 @@ def _moved_cuts(problem: Problem, solution: Solution) -> Iterator[Solution]:
 def of_placements(
     instance: Instance, bounds: Sequence[tuple[float, Target[Configuration]]], best: float
 ) -> Iterator[Best[Configuration]]:
-    """Yield the best plan on each placement of configurations that the simulator may put before a score.
+    """Yield the best plan on each placement of configurations whose simulated score may be below `best`.
 
     `bounds`: the least closed form of each configuration, as a score, by ascending score.
     """
@@ -217,15 +217,15 @@ def of_placements(
 
 
 def _hides(instance: Instance, target: Target[Configuration], score: float) -> bool:
-    """Return whether plans are small, and simulated times may differ so much that the order of plans changes."""
+    """Return whether plans are small, and the simulator may hide so much that the order of plans changes."""
     return _work(instance, target.configuration) <= _SMALL and _hidden(instance, target) > _HIDDEN * score
 
 
 def _hidden(instance: Instance, target: Target[Configuration]) -> float:
     """Return an estimate of how far simulated times may be below a configuration's closed form, as a score.
 
-    These are sends, which pass while stages compute, and ends of later stages, which the last passes of others hide:
-    twice, for the closed form does not know either which part of a stage's time is forward.
+    The simulator may hide sends, behind the computation of stages, and the ends of later stages, behind the last passes
+    of others. They count twice, because the closed form does not know which part of a stage's time is forward, either.
     """
     asked, prices = target.configuration, instance.prices
     if asked.pp_size == 1 or asked.num_chunks > 1:
@@ -249,9 +249,9 @@ MAX_NEAR = 64
 _MAX_WIDER_LABELS = 10_000
 """The most work on plans further from the optimum than `NEAR`."""
 _MAX_DEGREES = 3
-"""The most other pipeline degrees, the promising ones, whose best plan is looked for."""
+"""The most other pipeline degrees, the promising ones, whose best plan is searched."""
 _MAX_GUESSES = 2
-"""The most configurations of one degree of which a plan is guessed until there is one."""
+"""The most configurations of one degree for which a plan is guessed, until one is found."""
 _MAX_LABELS = 3_000
 """The most work on the best plan of another configuration, after which it is left out."""
 
@@ -261,9 +261,10 @@ def further(
 ) -> tuple[Best[Configuration], ...]:
     """Return further plans that may still have a smaller simulated time than all plans simulated so far.
 
-    That is as far above the best simulated time as the closed form of a simulated plan is above its own. If the
-    simulator may hide much, plans of every placement are among them. If it hides much of a near plan, the best of
-    other configurations are. Plans of a single stage do not tell it of pipelines: they are where sends may be hidden.
+    Their closed form may exceed the best simulated time by the largest ratio of closed form to simulated time of a plan
+    simulated so far. If the simulator may hide much, plans on every placement are included. If it hides much of a near
+    plan, the best plans of other configurations are included. If all near plans have a single stage, they do not show
+    how much a pipeline hides: pipelines are then included if hidden sends may make them the fastest.
     """
     if optimum.stopped or optimum.best is None:
         return ()
@@ -285,7 +286,7 @@ def further(
 
 
 def _most_hidden(instance: Instance, target: Target[Configuration]) -> float:
-    """Return the most of a pipeline's score that the simulator may find hidden: all sends; of chunks any part."""
+    """Return the most of a pipeline's score that the simulator may hide: all sends; with several chunks, any part."""
     configuration = target.configuration
     if configuration.num_chunks > 1:
         return inf
@@ -393,15 +394,15 @@ def kind_of(plan: Plan) -> tuple[object, ...]:
 
 
 def _decision(plan: Plan) -> tuple[object, ...]:
-    """Return what distinguishes a plan's execution; names do not, nor does the schedule with one micro-batch."""
+    """Return all that affects how a plan runs: not its name, and not the schedule if there is one micro-batch."""
     schedule = plan.schedule if plan.num_microbatches > 1 else None
     return plan.stages, plan.embedding, plan.head, plan.layers, plan.global_batch_size, plan.num_microbatches, schedule
 
 
 # The best plan whose stages have the same process groups, so that all of its communicators are counted.
 #
-# The solver counts a layer's own groups, of which a stage holds the most of any layer. If each layer has no other
-# groups than those of a set, and no layout changes inside a stage, all groups of a stage are in that set.
+# The solver counts, for a stage, the most groups that any one of its layers makes. If all groups of all layers are in
+# one set, and no layout changes inside a stage, all groups of a stage are in that set.
 
 
 Groups = frozenset[tuple[Purpose, Axis]]
@@ -438,7 +439,7 @@ def best_alike(
 
 
 def _limited(instance: Instance, configuration: Configuration) -> Iterator[Solvable]:
-    """Yield a configuration limited to each set of groups of a strategy of blocks."""
+    """Yield a configuration limited to each set of process groups that some strategy of blocks makes."""
     if configuration.pp_size > 1 and configuration.widths is not StageWidths.EQUAL:
         return
     choice = instance.choices.choice(configuration)

@@ -1,8 +1,8 @@
 """Plans of one strategy for all layers, found first in every search, in case it is stopped early.
 
 The bounds of such plans are nearly exact and take far less work than the plans. So after a first plan, local moves
-follow the bounds down: more or fewer chunks, micro-batches and stages. Where no move leads further down the next plan
-is found, and then the configurations that no move has reached are looked at.
+follow the bounds down: more or fewer chunks, micro-batches and stages. When no move leads further down, the next plan
+is found, and then the configurations that no move has reached are examined.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,13 +16,13 @@ from shardwright_search.space.request import StageWidths
 from shardwright_search.space.search_space import SearchSpace
 
 _RANKS = 4
-"""Ranks that share a sample and a stage's layers in the configurations that are looked at first."""
+"""Ranks that share a sample and a stage's layers in the configurations that are examined first."""
 _MUCH = 0.8
 """Share of the best plan's score below which a bound is followed at once."""
 _MAX_GUESSES = 32
-"""The most plans that are guessed, when all is bounded."""
+"""The most plans that are guessed after all configurations have been bounded."""
 _Case = tuple[float, int, Target[Configuration]]
-"""A configuration whose layers share a strategy, behind its bound and its number."""
+"""The bound and the number of a configuration whose layers share a strategy, and the configuration."""
 _Place = tuple[int, ...]
 """Chunks, micro-batches and stages of a configuration, and its batch size."""
 T = TypeVar("T")
@@ -73,8 +73,8 @@ def first_plans(space: SearchSpace) -> Iterator[Best[Configuration]]:
 def _starts(nearest: Sequence[Configuration]) -> tuple[Configuration, ...]:
     """Return the configurations to try before all others, until one has a plan.
 
-    Many stages take long to cut, and few have many strategies to price: a middle number is first. Where that has no
-    plan, the most stages have the fewest strategies.
+    Many stages take long to cut, and few have many strategies to price: a middle number is first. If that has no plan,
+    the most stages follow, which have the fewest strategies.
     """
     by_stages = sorted(nearest, key=lambda whole: whole.pp_size)
     return (*by_stages[len(by_stages) // 2 :][:1], *by_stages[-1:])
@@ -83,10 +83,10 @@ def _starts(nearest: Sequence[Configuration]) -> tuple[Configuration, ...]:
 def descended(
     order: Iterable[T], moves: Callable[[T], Iterable[T]], bound: Callable[[T], float]
 ) -> Iterator[tuple[T, bool]]:
-    """Yield each that is lower than all before it, and whether no move from it leads lower; each is bounded once.
+    """Yield each place that is lower than all before it, and whether no move from it leads lower.
 
-    A descent begins at each of `order` that is lower than all before it, and follows the first move that leads further
-    down.
+    A descent begins at each place in `order` that is lower than all before it, and follows the first move that leads
+    further down. Each place is bounded once.
     """
     known: dict[T, float] = {}
     lowest = inf
@@ -155,7 +155,7 @@ def _next(values: Sequence[int], value: int) -> Iterator[int]:
 
 
 def _distance(configuration: Configuration, devices: int) -> tuple[bool, float]:
-    """Return how late a configuration is looked at."""
+    """Return the key by which configurations are examined in ascending order."""
     samples = configuration.microbatch_samples * configuration.pp_size * _RANKS / devices
     return configuration.num_chunks > 1, abs(log2(samples))
 
@@ -190,7 +190,7 @@ def _guesses(space: SearchSpace, case: _Case, below: float) -> Iterator[Best[Con
     """Yield a plan of a configuration, if one is found below a score."""
     bound, _, target = case
     solvable, enough = space.whole(target.configuration), bound * (1 + GUESSED)
-    # As long as there is no plan at all, one near the bound is soon enough.
+    # As long as there is no plan at all, a plan less near the bound is good enough.
     shares = WIDE if below < inf else [above for above in WIDE if above >= GUESSED]
     for limit in (min(below, bound * (1 + above)) for above in shares):
         if (plan := best_guess(solvable, target.time_ps(limit), target.time_ps(enough))) is not None:

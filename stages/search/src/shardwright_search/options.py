@@ -19,13 +19,13 @@ from shardwright_search.cost_model.time_model import TimeModel
 
 
 class TrainedParts(RuntimeOptions, frozen=True, kw_only=True):
-    """The trained parts of a model: all of it, all but frozen parameters, or added low-rank matrices."""
+    """The trained parts of a model: all of it, all except frozen parameters, or added low-rank matrices."""
 
     frozen: tuple[str, ...] = ()
-    """Part that is not trained: embedding, head, layers, layers[2] or layers[0:8], and behind a dot which parameters,
+    """Part that is not trained: embedding, head, layers, layers[2] or layers[0:8], and after a dot which parameters,
     as in layers.mlp.*; may be repeated."""
     lora: Path | None = None
-    """An adapter_config.json of peft, or its folder: the low-rank matrices that it names are trained, and no more."""
+    """An adapter_config.json of peft, or its folder: only the low-rank matrices that it names are trained."""
 
     def trained(self, model: Model) -> Model:
         """Return the description with these options applied; BadInput if they cannot be."""
@@ -84,14 +84,14 @@ class PlanOptions(ModelOptions, frozen=True, kw_only=True):
     search: Path
     """Search file (shardwright.search, JSON); its memory_gib is in GiB."""
     out: Path
-    """Plan file to write; PLAN.prediction.json is written beside it."""
+    """Plan file to write; PLAN.prediction.json is written next to it."""
     target: System | None = field(default=None, name="for")
-    """A system that is to run the plan: of the search file's space only what it runs is searched, so that `export`
-    writes it."""
+    """The system that is to run the plan: only the part of the search file's space that it runs is searched, so that
+    `export` writes it."""
     time_limit: Seconds | None = None
     """Seconds after which the best plan so far is taken, with the gap that is proven; Ctrl-C takes it, too."""
     runners_up: bool = False
-    """Look for the best plans that do something else, too, and write them into the prediction; `explain` shows them."""
+    """Also search the best plans that differ, and write them into the prediction; `explain` shows them."""
     certificate: Path | None = None
     """Certificate of the bound to write (shardwright.certificate, JSON), for `verify`."""
 
@@ -109,7 +109,7 @@ class GridOptions(ProfileOptions, frozen=True, kw_only=True):
     model: Path
     """Model description (shardwright.model, JSON)."""
     folder: Path
-    """Folder that keeps the answers, named after what they rest on; several grids may share it."""
+    """Folder that keeps the answers, named by a hash of all that they depend on; several grids may share it."""
     out: Path
     """List of the answers to write (shardwright.grid_answers, JSON)."""
     time_limit: Seconds | None = None
@@ -132,34 +132,34 @@ class AdviseOptions(TrainedParts, frozen=True, kw_only=True):
     taken_as: str | None = field(default=None, name="as")
     """A family, such as llama or mixtral, by whose shapes a config.json of an unknown type is priced, approximately."""
     seq: Tokens | None = None
-    """Tokens of a sample; by default a preset's own, of a config.json 4096 or its most, if these are fewer."""
+    """Tokens of a sample; by default a preset's own, for a config.json 4096 or its maximum if that is less."""
     target: System | None = field(default=None, name="for")
-    """The system that is to run the plan: what it runs is searched, priced with its runtime unless --runtime names
-    another, and what starts it is printed."""
+    """The system that is to run the plan: only plans that it runs are searched, priced with its runtime unless
+    --runtime names another, and the command that starts the plan is printed."""
     launch: Path | None = None
-    """New folder of what starts the plan in the system of --for, else here: by hand, in Docker, on Slurm, Kubernetes
-    (JobSet, Kubeflow), SkyPilot."""
+    """New folder for the files that start the plan in the system of --for, else here: by hand, in Docker, on Slurm,
+    Kubernetes (JobSet, Kubeflow), SkyPilot."""
     take: str = "best"
     """The plan that --out and --launch write: best (the answer), fastest, uniform, runner-up:N, a rule:NAME, or one of
     --against."""
     against: tuple[str, ...] = ()
-    """A choice to price beside the best plan: tp=8,pp=4,mbs=1,zero=1, a file of another system as --launch writes it
+    """A choice to compare with the best plan: tp=8,pp=4,mbs=1,zero=1, a file of another system as --launch writes it
     (Megatron-LM arguments, a torchtitan TOML), or rule:tp8, rule:smallest, rule:nvidia-table."""
     precision: Literal["float32", "bfloat16", "float16", "fp8", "nvfp4"] = "bfloat16"
-    """Type of forward and backward (fp8 and nvfp4: of blocks' products, only estimated)."""
+    """Type of forward and backward (fp8 and nvfp4: of the matrix products of blocks, only estimated)."""
     parameters: Literal["float32", "bfloat16"] | None = None
     """Type of stored parameters and of the optimizer's states; by default float32, and bfloat16 with --lora, as such
     runs have it."""
     reduce: Literal["float32", "bfloat16"] | None = None
-    """Type of gradients that are summed up and reduced; by default that of the stored parameters."""
+    """Type of gradients that are summed up and reduced; by default the type of the stored parameters."""
     optimizer: tuple[Literal["any", OptimizerName], ...] = ("adamw",)
     """Optimizer; repeat it, or give `any`, to choose the one with the fastest plan."""
     offload: Literal["none", "optimizer", "update", "activations", "any"] = "none"
     """What layers may keep in host memory, if it makes room: optimizer states, which the device updates, or the host
     (update), activations, or any of these."""
     recompute: Literal["parts"] | None = None
-    """`parts`: layers may also recompute norms, activation functions and products with latents one by one, in any
-    combination; by default nothing, all, or all but products and attention."""
+    """`parts`: layers may also recompute norms, activation functions and matrix products with latents one by one, in
+    any combination; by default nothing, all, or all except matrix products and attention."""
     host_memory_gib: Gib | None = None
     """Host memory of a node for that, in GiB; by default twice the memory of its GPUs."""
     loss_chunks: Count = 1
@@ -169,12 +169,12 @@ class AdviseOptions(TrainedParts, frozen=True, kw_only=True):
     compile: bool = False
     """Blocks compiled by torch.compile, which starts fewer kernels."""
     tuned: bool = False
-    """Experts as the runtime's recipes for speed run them, which need the flags that are printed; else plain ones are
-    searched, and the tuned time is beside them."""
+    """Experts as the runtime's recipes for speed run them, which needs the flags that are printed; without it, plain
+    experts are searched, and the tuned time is shown, too."""
     uniform: bool = False
     """Only plans with one strategy for all layers, as Megatron-LM and torchtitan run them."""
     schedules: bool = False
-    """What each schedule would bring is shown, zero_bubble too; each is searched for 5 CPU seconds, or 10."""
+    """Show the best plan of each schedule, zero_bubble included; each is searched for 5 CPU seconds, or 10."""
     tolerance: Share = 0.02
     """The answer is the simplest plan within this share of the best; 0: it is the fastest plan."""
     mtp: Annotated[int, Meta(ge=0, le=8)] = 0
@@ -185,7 +185,7 @@ class AdviseOptions(TrainedParts, frozen=True, kw_only=True):
     """USD; by default what one provider asks."""
     imbalance: Imbalance = None
     inter_node_gbit_s: str | None = None
-    """Gbit/s from one node to others, by default that of NVIDIA's own; 2:400,4:300 by the nodes that a group spans."""
+    """Gbit/s from one node to others, by default as in NVIDIA's own; 2:400,4:300 by the nodes that a group spans."""
     time_limit: Seconds = 20.0
     """Seconds of CPU time, which a busy machine does not shorten, until the best plan so far is taken, with its gap."""
     out: Path | None = None
@@ -193,7 +193,7 @@ class AdviseOptions(TrainedParts, frozen=True, kw_only=True):
     html: Path | None = None
     """Page to write that opens offline: the answer with its pictures, and the front of memory against time."""
     html_limit: Seconds = 30.0
-    """CPU seconds for the searches of that front; what is not computed in them, the page says."""
+    """CPU seconds for the searches of that front; the page says what was not computed in time."""
 
     @property
     def formats(self) -> Precision:
@@ -250,8 +250,8 @@ class SimulateOptions(ProfileOptions, frozen=True, kw_only=True):
 class ExplainOptions(ProfileOptions, frozen=True, kw_only=True):
     """Show time (ms) and memory (MiB) of a plan by term and pipeline stage, what binds, and known runners-up.
 
-    With --search also the runners-up that a prediction lacks, the best plan of each neighbouring kind, and what more
-    memory, faster links or a node would bring. With OTHER also how the two plans differ.
+    With --search also the runners-up that the prediction does not have, the best plan of each neighbouring kind, and
+    the gain by more memory, faster links or another node. With OTHER also how the two plans differ.
     """
 
     plan: Annotated[Path, POSITIONAL]
@@ -259,15 +259,15 @@ class ExplainOptions(ProfileOptions, frozen=True, kw_only=True):
     other: Annotated[Path | None, POSITIONAL] = None
     """A second plan for the same model, to be compared."""
     search: Path | None = None
-    """The search file that made PLAN: tells of runners-up, neighbouring kinds and more means."""
+    """The search file that made PLAN: for runners-up, neighbouring kinds, and the gain by more memory, links, nodes."""
     time_limit: Seconds | None = None
-    """Seconds for each search that --search asks."""
+    """Seconds for each search that --search needs."""
 
 
 class CorrectOptions(Options, frozen=True, kw_only=True):
     """Learn from measured plans by which factor each term of a prediction is off; the profiles stay as they are.
 
-    A search uses the factors only where it is given the file with --correction.
+    A search uses the factors only if it is given the file with --correction.
     """
 
     measurements: Annotated[tuple[Path, ...], POSITIONAL]
@@ -281,7 +281,7 @@ class CorrectOptions(Options, frozen=True, kw_only=True):
 
 
 class UniformRequest(Options, frozen=True, kw_only=True):
-    """The one strategy of all layers, that of embedding and head, and how a step is scheduled."""
+    """The one strategy of all layers, the strategy of embedding and head, and how a step is scheduled."""
 
     global_batch_size: Count
     """Samples of a step."""
@@ -290,25 +290,25 @@ class UniformRequest(Options, frozen=True, kw_only=True):
     tp_size: Count = field(default=1, name="tp")
     """tp_size: ranks of a tensor-parallel group."""
     tp_consecutive: Annotated[bool, Off("--tp-strided")] = True
-    """Groups of neighbouring ranks, or of ranks dp apart."""
+    """Tensor-parallel groups of neighbouring ranks, or of ranks with a distance of dp."""
     cp_size: Count = field(default=1, name="cp")
-    """cp_size: parts of the positions of a sample, of embedding and head, too."""
+    """cp_size: ranks over which the positions of a sample are split, also in embedding and head."""
     context: ContextParallel = ContextParallel.GATHER
-    """How positions attend to those of other ranks, where cp is above 1."""
+    """How positions attend to positions of other ranks, if cp is above 1."""
     ep_size: Count | None = field(default=None, name="ep")
-    """ep_size: parts that experts are shared out in; by default each rank has its share of the features of all."""
+    """ep_size: parts into which experts are sharded; by default each rank has its share of the features of all."""
     etp_size: Count | None = field(default=None, name="etp")
-    """etp_size: ranks that share the features of each expert of a part."""
+    """etp_size: ranks over which the features of each expert of a part are split."""
     pp_size: Count = field(default=1, name="pp")
     """pp_size: pipeline stages."""
     data_parallel: DataParallel = DataParallel.DDP
-    """How data-parallel ranks share the states."""
+    """How states are sharded over data-parallel ranks."""
     shard_size: Count | None = None
-    """Ranks that ZeRO shares states out among; by default all."""
+    """Ranks over which ZeRO shards states; by default all."""
     sequence_parallel: SequenceParallel = SequenceParallel.NONE
-    """How a tensor-parallel group shares the sequence."""
+    """How the sequence is split over a tensor-parallel group."""
     recompute: Recompute = Recompute.NONE
-    """Which activations are computed again in backward."""
+    """Which activations are computed again in the backward pass."""
     schedule: Schedule = Schedule.ONE_F_ONE_B
     """Order of the microbatches."""
     layer_ranges: Count = 1
@@ -316,11 +316,11 @@ class UniformRequest(Options, frozen=True, kw_only=True):
     gradient_reduction: GradientReduction = GradientReduction.DEFERRED
     """When gradients are reduced."""
     vocab_tp_size: Count | None = field(default=None, name="vocab_tp")
-    """tp_size of embedding and head; by default the layers'."""
+    """tp_size of embedding and head; by default as for the layers."""
     vocab_data_parallel: DataParallel | None = None
-    """data_parallel of embedding and head; by default the layers'."""
+    """data_parallel of embedding and head; by default as for the layers."""
     vocab_sequence_parallel: SequenceParallel | None = None
-    """sequence_parallel of embedding and head; by default the layers'."""
+    """sequence_parallel of embedding and head; by default as for the layers."""
     precision_parameters: DType = "float32"
     """Type of stored parameters."""
     precision_compute: ComputeType = "float32"
@@ -354,7 +354,7 @@ class UniformOptions(UniformRequest, frozen=True, kw_only=True):
     out: Path
     """Plan file to write."""
     name: str | None = None
-    """Name of the plan; by default the file's."""
+    """Name of the plan; by default the name of the file."""
     hardware: Path | None = None
     """Hardware profile (HDF5): with --profile, PLAN.prediction.json is written too."""
     profile: Path | None = None
@@ -370,27 +370,27 @@ class ExportOptions(Options, frozen=True, kw_only=True):
     to: System
     """The system that is to run the plan."""
     runner_up: Count | None = None
-    """Number of a runner-up in the prediction beside PLAN, to export in its place; 1 is the first."""
+    """Number of a runner-up in PLAN's prediction, to export in its place; 1 is the first."""
     against: str | None = None
     """A choice as `advise --against` takes it, to export in the place of PLAN, with its model, devices and batch."""
     out: Path
-    """Its file: JSON, command-line arguments or TOML."""
+    """The system's file to write: JSON, command-line arguments or TOML."""
     launch: Path | None = None
-    """New folder of what starts the plan on its nodes: by hand, in Docker, on Slurm, on Kubernetes (JobSet, Kubeflow's
-    TrainJob), on rented ones (SkyPilot), with accelerate's launch file or the module of torchtitan 0.3."""
+    """New folder for the files that start the plan on its nodes: by hand, in Docker, on Slurm, on Kubernetes (JobSet,
+    Kubeflow's TrainJob), on rented ones (SkyPilot), with accelerate's launch file or the module of torchtitan 0.3."""
     hosts: Path | None = None
-    """Hosts for --launch, one host name and its node type a line; those of a type in the order of the pipeline."""
+    """Hosts for --launch, one host name and its node type per line; hosts of a type in the order of the pipeline."""
 
 
 class GalvatronRun(Options, frozen=True, kw_only=True):
-    """Options of a run that a plan needs and Galvatron's strategy file does not hold."""
+    """Options of a run that a plan needs and Galvatron's strategy file does not contain."""
 
     sequence_parallel: Literal["none", "megatron"] | None = None
-    """Whether the run has Galvatron's --sequence-parallel; needed where tp is above 1."""
+    """Whether the run has Galvatron's --sequence-parallel; needed if tp is above 1."""
     gradient_reduction: GradientReduction = GradientReduction.DEFERRED
     """every_microbatch for its --no_async_grad_reduce."""
     num_microbatches: Count | None = None
-    """Instead of the file's chunks, where those are of unequal size."""
+    """Number of microbatches, in place of the file's chunks if these have unequal sizes."""
     precision_compute: DType = "bfloat16"
     """Its --mixed_precision: type of forward and backward."""
     precision_reduce: DType | None = None
@@ -405,7 +405,7 @@ class GalvatronRun(Options, frozen=True, kw_only=True):
 
 
 class ImportGalvatronOptions(GalvatronRun, frozen=True, kw_only=True):
-    """Write the plan that Galvatron would run; options stand for those of its run that its file does not hold."""
+    """Write the plan that Galvatron would run; options give the settings of its run that its file does not contain."""
 
     config: Annotated[Path, POSITIONAL]
     """Galvatron's strategy file (JSON)."""
@@ -416,13 +416,13 @@ class ImportGalvatronOptions(GalvatronRun, frozen=True, kw_only=True):
     out: Path
     """Plan file to write."""
     name: str | None = None
-    """Name of the plan; by default the file's."""
+    """Name of the plan; by default the name of the file."""
 
 
 class NewOptions(Options, frozen=True, kw_only=True):
     """Write a configuration of the workflow for a model, nodes and data; what is not given is asked for on a terminal.
 
-    The plan is made from estimates, as that of advise; the run trains with it.
+    The plan is made from estimates, as `advise` makes it; the run trains with it.
     """
 
     model: str | None = None
@@ -436,11 +436,11 @@ class NewOptions(Options, frozen=True, kw_only=True):
     batch: Samples | None = None
     """Samples of a step, of all GPUs together; by default as many for each GPU as make about 4 Mi tokens."""
     inter_node_gbit_s: PositiveNumber | None = None
-    """Gbit/s from one node to others; by default that of NVIDIA's own nodes."""
+    """Gbit/s from one node to others; by default as in NVIDIA's own nodes."""
     steps: Annotated[int, Meta(ge=1, lt=10**8)] = 1000
     """Steps of the training."""
     out: Path = Path("shardwright.yaml")
-    """Configuration to write, YAML; it must not be there yet."""
+    """Configuration to write, YAML; it must not exist yet."""
 
 
 class ModelsOptions(Options, frozen=True, kw_only=True):
@@ -475,11 +475,11 @@ class VerifyOptions(ProfileOptions, frozen=True, kw_only=True):
 class ExploreOptions(Options, frozen=True, kw_only=True):
     """Serve a page on this machine on which model, GPUs, batch, length, system and budget are changed and searched.
 
-    The address that is printed has a token and is for this machine alone; Ctrl-C ends it.
+    The address that is printed has a token and works only on this machine; Ctrl-C ends it.
     """
 
     link: Annotated[str | None, POSITIONAL] = None
-    """Address of somebody else's page, or what stands behind its question mark: its settings are taken."""
+    """Address of somebody else's page, or the part after its question mark: its settings are taken."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
     """Port; 0: a free one."""
 
@@ -487,9 +487,9 @@ class ExploreOptions(Options, frozen=True, kw_only=True):
 class RentOptions(Options, frozen=True, kw_only=True):
     """Find which nodes to rent: the exact front of step time (s) against price (USD per step) over all sub-clusters.
 
-    Of a model by name, from published figures: `rent gpt2-xl --gpus 0-8x8:A100-80+0-8x8:A10 --batch 128`; or from files
-    (--cluster, --model, --search, --hardware, --profile), measured or not. Every point is a complete plan. Ctrl-C takes
-    what is found so far, and says what is proven.
+    For a model by name, from published figures: `rent gpt2-xl --gpus 0-8x8:A100-80+0-8x8:A10 --batch 128`; or from
+    files (--cluster, --model, --search, --hardware, --profile), measured or not. Every point is a complete plan. Ctrl-C
+    takes what is found so far, and says what is proven.
     """
 
     preset: Annotated[str | None, POSITIONAL] = field(default=None, name="name")
@@ -507,11 +507,12 @@ class RentOptions(Options, frozen=True, kw_only=True):
     inter_node_gbit_s: str | None = None
     """Gbit/s from one node to others, as `advise` takes it."""
     price_per_gpu_hour: tuple[str, ...] = ()
-    """DEVICE=USD, in the place of what one provider asks; may be repeated."""
+    """DEVICE=USD, in place of one provider's price; may be repeated."""
     spot: tuple[str, ...] = ()
     """DEVICE=USD: nodes of this type are spot nodes at this price of a GPU hour, and are marked as such."""
     launch: Path | None = None
-    """New folder of what starts the plan of the point that --deadline or --price names: a SkyPilot task and others."""
+    """New folder for the files that start the plan of the point that --deadline or --price names, on SkyPilot and
+    others."""
     cluster: Path | None = None
     """Cluster file (shardwright.cluster, JSON): of each node type the most that can be rented."""
     model: Path | None = None

@@ -52,7 +52,7 @@ from shardwright_search.split_backward import Split, asks_for_split, best_split
 MOST_PROVEN = 0.001
 """The largest gap of a plan that is called optimal."""
 _ROUNDING = 1e-12
-"""Seconds are fractions of whole picoseconds: two equal times may differ by so much."""
+"""Relative: seconds are fractions of whole picoseconds, so two equal times may differ by this share."""
 
 
 def proof_words(optimum_s: float, bound_s: float, within: str = "") -> str:
@@ -66,7 +66,10 @@ def proof_words(optimum_s: float, bound_s: float, within: str = "") -> str:
 
 
 def split_words(time_s: float, bound_s: float, kind: str = "with split backward passes") -> str:
-    """Return, in words, what is proven of all plans of a kind, beside a plan's simulated time; bound 0: nothing."""
+    """Return, in words, what is proven of all plans of a kind, compared with a plan's simulated seconds.
+
+    A bound of 0 proves nothing.
+    """
     if not bound_s:
         return f"how much faster another plan {kind} may be is not known"
     if bound_s * (1 + _ROUNDING) >= time_s:
@@ -76,7 +79,7 @@ def split_words(time_s: float, bound_s: float, kind: str = "with split backward 
 
 
 _FIRST_SHARE = 0.6
-"""The most of a time limit that is spent on first plans: bounds, and so proofs, come after them."""
+"""The largest share of a time limit that is spent on first plans: bounds, and so proofs, come after them."""
 _LATE_S = 1.5
 """CPU seconds that the first plan of all may take past a limit: a plan that is a little late is better than none."""
 _MAX_RUNNERS_UP = 5
@@ -112,19 +115,19 @@ class SearchAnswer(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     tolerance: float = 0.0
     """The share of the bound within which the simplest plan was chosen; 0: the chosen plan is the fastest."""
     instance: Instance
-    """What was priced."""
+    """The request that was searched, with the prices computed for it."""
     bounds: tuple[tuple[float, Target[Configuration]], ...] = ()
-    """What is known of the least score of each configuration, the least first."""
+    """A lower bound of the score of each configuration, the least first."""
     unlisted: Unlisted | None = None
-    """Configurations that were bounded alone and may have a better plan."""
+    """Configurations that were only bounded and may have a better plan."""
     fits: bool = True
     """Whether the chosen plan fits with its communicators."""
     split: int | None = None
-    """Number of plans that were simulated with split backward passes; None: none was asked for."""
+    """Number of plans that were simulated with split backward passes; None: they were not requested."""
     split_plan: Candidate | None = None
     """The quickest plan with split backward passes that was found."""
     split_over_bytes: int = 0
-    """Bytes by which the leanest of them exceeds its budget, where none fits."""
+    """Bytes by which the leanest of them exceeds its budget, if none fits."""
     split_bound: float = 0.0
     """A score by simulation that no plan with split backward passes is below; 0: nothing is proven of them."""
     over_bytes: int = 0
@@ -159,15 +162,15 @@ def find_best(
 ) -> SearchAnswer | Infeasible:
     """Return the best plan of a request; `report` receives progress messages, `file` names the request in errors.
 
-    `priced`: what was priced of a request that differs in the batch size or the budget only; of that what is the same
-    is priced once, and no plans of one strategy are looked for first.
+    `priced`: the prices of a request that differs only in the batch size or the budget; they are reused, and no plans
+    of one strategy are searched first.
 
-    The solver counts the communicators that each stage makes at least. Where the plan that it finds is beyond the
-    budget with all that it makes, it searches again with as much more in reserve. The answer is the fastest plan that
-    fits of those that were found, and the bound is that of all plans.
+    The solver counts the least communicators that each stage makes. If the plan that it finds exceeds the budget with
+    all its communicators, it searches again with that much more in reserve. The answer is the fastest plan found that
+    fits, and the bound holds for all plans.
 
-    Raises BadInput for a request that names no plan, and for profiles that do not fit it; RuntimeError where a time
-    limit is given in another thread than the main one.
+    Raises BadInput for a request that no plan meets, and for profiles that do not fit it; RuntimeError if a time limit
+    is given in another thread than the main one.
     """
     if len(each := of_each_optimizer(request)) > 1:
         several = [(f"optimizer {one.optimizer}", one, demands) for one in each]
@@ -196,7 +199,7 @@ def find_best(
             answers.append(alike)
             if alike.optimum_s <= answer.bound_s * (1 + NEAR):
                 break
-        # At least twice as much each time, lest the same plan come again and again.
+        # At least twice as much each time, so that the same plan is not found again and again.
         reserve += max(answer.over_bytes, reserve)
         report(f"its communicators exceed the budget by {answer.over_bytes} bytes: searching with more in reserve")
     return _fastest(answers) if any(each.fits for each in answers) else _beyond(budgets, answers)
@@ -211,7 +214,7 @@ def best_of_requests(
 ) -> SearchAnswer | Infeasible:
     """Return the best answer to several requests, each with its words and demands and an equal share of the time left.
 
-    Raises StoppedEarly where no plan was found in time, and NothingListed where no request has a plan at all.
+    Raises StoppedEarly if no plan was found in time, and NothingListed if no request has a plan at all.
     """
     deadline, answers, lacking = until(time_limit_s), list[SearchAnswer](), list[Infeasible]()
     late, unlisted = list[StoppedEarly](), list[NothingListed]()
@@ -265,7 +268,10 @@ def best_of(answers: Sequence[SearchAnswer], late: Sequence[StoppedEarly]) -> Se
 
 
 def _alike(answer: SearchAnswer, budgets: Mapping[str, int], deadline: float) -> SearchAnswer | None:
-    """Return the answer with the best plan that is known to fit, as its stages have one set of groups; None: none."""
+    """Return the answer with the best plan whose stages have one set of process groups, so that it is known to fit.
+
+    None: no such plan was found.
+    """
     instance = answer.instance
     best, whole = latest(best_alike(instance, answer.bounds, inf), soon(deadline))
     if best is None or not _is_within(candidate := candidate_of(instance, best), budgets):
@@ -307,7 +313,7 @@ class _Choice(NamedTuple):
     """Plans in the order in which a search would choose them, and what is known about others."""
 
     first: Best[Configuration]
-    """The plan near the optimum of the least simulated time."""
+    """The plan with the least simulated time of those near the optimum."""
     ranked: tuple[Best[Configuration], ...]
     near: int
     simulated: int = 0
@@ -345,7 +351,7 @@ def _once(
 
 
 def _with_split(answer: SearchAnswer, split: Split) -> SearchAnswer:
-    """Return the answer with the plan of split backward passes where that takes less simulated time, or alone fits."""
+    """Return the answer with the plan of split backward passes, if that is faster by simulation or only that fits."""
     if split.best is None or (answer.fits and answer.chosen.sample_s <= split.best.sample_s):
         fields = {"split_over_bytes": split.over_bytes, "split_bound": split.bound}
         return replace(answer, split=split.tried, split_plan=split.best, **fields)

@@ -1,8 +1,8 @@
 """The simplest plan within a tolerance of the bound: few strategies, with equal ones next to one another.
 
-The bound of the search is the certificate: whatever has at most one or two strategies of blocks and a closed form
-within the tolerance of it is within the tolerance of every plan. Each configuration whose bound allows it is solved
-with its options limited to one strategy, or to a pair of those that take the least time for the memory they hold.
+The bound of the search is the proof: a plan with one or two strategies of blocks whose closed form is within the
+tolerance of the bound is within the tolerance of every plan. Each configuration whose bound allows it is solved with
+its options limited to one strategy, or to a pair of the strategies that take the least time for the memory they hold.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,9 +43,9 @@ _MAX_CONFIGURATIONS = 12
 _MAX_STRATEGIES = 10
 """The most strategies of which pairs are tried."""
 _AT_ONCE = 4
-"""Plans of a pair that are tried whether they fit with all their communicators."""
+"""The most plans of a pair of strategies that are checked to fit with all their communicators."""
 FEW = 2
-"""The strategies of blocks that a simple plan has at most."""
+"""The most strategies of blocks that a simple plan has."""
 _LIMIT_S = 4.0
 """CPU seconds of the search for each number of strategies."""
 _SAME = 1e-4
@@ -90,10 +90,9 @@ def simplified(answer: SearchAnswer | Infeasible, request: SearchRequest, file: 
 def simplest(answer: SearchAnswer, budgets: Mapping[str, int], tolerance: float) -> Simple:
     """Return the simplest plan that is within the tolerance of the bound and of the chosen one, else the chosen one.
 
-    The bound is of the closed form, and the chosen plan is the fastest by simulation.
-
-    Of its layers those of one strategy stand together in each stage, where this fits and takes no longer. Each of the
-    two searches, of one strategy and of two, has `_LIMIT_S` CPU seconds.
+    The bound is on the closed form, and the chosen plan is the fastest by simulation. Layers with the same strategy are
+    placed next to one another in each stage, if this fits and takes no longer. Each of the two searches, for one
+    strategy and for two, has `_LIMIT_S` CPU seconds.
     """
     fits = _Fits(answer.instance, budgets)
     chosen, uniform = fits.together(answer.chosen), None
@@ -135,7 +134,7 @@ class _Fits(NamedTuple):
         return priced if max(over_bytes(plan, priced.evaluation.estimate, self.budgets)) <= 0 else None
 
     def timed(self, candidate: Candidate) -> Candidate:
-        """Return a plan with the events of its step where they are few enough for a timeline."""
+        """Return a plan with the events of its step, if they are few enough for a timeline."""
         plan, ranges = candidate.plan, sum(len(stage.layers) for stage in candidate.plan.stages)
         if not has_timeline(ranges, len(plan.stages), plan.num_microbatches):
             return candidate
@@ -217,7 +216,7 @@ class _Trials:
                 yield limited.solvable.relaxed_bound_ps, limited
 
     def _promising(self, whole: "_Whole", count: int) -> Iterator[tuple[LayerStrategy, ...]]:
-        """Yield each choice of strategies: of one all, of two pairs of those that are fast for what they hold."""
+        """Yield each strategy, or pairs (`count` 2) of the strategies that are fast for the memory that they hold."""
         strategies, options = whole.most_choices
         if count == 1:
             yield from ((each,) for each in strategies)
@@ -226,7 +225,7 @@ class _Trials:
         held = held + options.activation_bytes * whole.configuration.in_flight(0)
         time_ps = options.time_ps
         if self._instance.request.offloads:
-            # What takes host memory takes time once a step alone; without that, it would hide all that does not.
+            # Strategies with host memory cost time only once a step; without it they would dominate all others.
             time_ps = time_ps + options.exposed_ps / whole.configuration.num_microbatches
         rows = [row for row, each in enumerate(strategies) if each in self._known]
         rows += [row for row in _front(time_ps, held) if row not in rows]
@@ -261,14 +260,14 @@ class _Whole:
 
     @property
     def most_choices(self) -> tuple[Sequence[LayerStrategy], Options]:
-        """The strategies of the type of most choices, and what they cost on the first stage's ranks."""
+        """The strategies of the layer type that has the most, and their costs on the first device group."""
         group, types = self.groups[0], self.instance.prices.types
         name, numbers = max(self.numbers(group.width).items(), key=lambda each: len(each[1]))
         return tuple(numbers), group.options[types.index(name)]
 
     @cached_method
     def numbers(self, width: int) -> dict[str, dict[LayerStrategy, int]]:
-        """Return the number of the option that each strategy of a block is, by type, on stages of a width."""
+        """Return the option number of each strategy of a block, by type, on stages of a width."""
         shardings = self.instance.choices.layers.shardings(self.instance.choices.choice(self.configuration))
         names = dict.fromkeys(self.instance.costs.model.layers)
         of_types = ((name, shardings.of_type(name, width)) for name in names)
@@ -298,7 +297,7 @@ class _Limited:
         return Pipeline(replace(problem, device_groups=groups), cache(GroupCosts), Relaxed())
 
     def whole(self, solution: Solution) -> Solution:
-        """Return a solution with the numbers of all options."""
+        """Return a solution with its option numbers converted to the numbers among all options."""
         layers, options = self._whole.instance.types_of_layers, list(solution.options)
         stage = 0
         for place, kind in enumerate(layers):

@@ -1,8 +1,8 @@
-"""Split backward passes behind the best plan of the other schedules: near plans are simulated with them.
+"""Schedules with split backward passes: after the search of other schedules, plans near the best are simulated so.
 
 No closed form of split passes is exact enough to search by. So plans whose own closed form is near the optimum are
-tried with them; `split_bound` then proves how much faster any other may be, and lists those that may be where they are
-few.
+tried with split passes; `split_bound` then proves how much faster any other plan may be, and plans that may be faster
+are listed if they are few.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -55,13 +55,13 @@ class Split(NamedTuple):
     best: Candidate | None
     tried: int
     over_bytes: int = 0
-    """Bytes by which the leanest exceeds its budget, where none fits."""
+    """Bytes by which the leanest exceeds its budget, if none fits."""
     bound: float = 0.0
     """A score by simulation that no plan with split backward passes is below; 0: nothing is proven."""
 
 
 def asks_for_split(schedules: Iterable[Schedule]) -> bool:
-    """Return whether a request names a schedule that is looked for behind the others."""
+    """Return whether a request names a schedule that splits backward passes, which is tried after the others."""
     return not all(map(is_solved, schedules))
 
 
@@ -106,7 +106,7 @@ def _actions(configuration: Configuration) -> int:
 
 
 def _quickest(space: SearchSpace, plans: Sequence[Plan], budgets: Mapping[str, int]) -> Split:
-    """Return the quickest by simulation of the plans that fit."""
+    """Return the plan that is the quickest by simulation of those that fit; if none fits, by how much they exceed."""
     lacking = list[int]()
     for plan in sorted(plans, key=partial(_score, space)):
         candidate = _candidate(space, plan)
@@ -117,7 +117,7 @@ def _quickest(space: SearchSpace, plans: Sequence[Plan], budgets: Mapping[str, i
 
 
 def _near(space: SearchSpace, optimum: Optimum[Configuration]) -> Iterator[Best[Configuration]]:
-    """Yield plans of pipelines whose closed form is near the optimum; of a stopped search those that are known."""
+    """Yield plans of pipelines whose closed form is near the optimum; after a stopped search, only the known ones."""
     yield from optimum.near
     if optimum.stopped or optimum.best is None:
         return
@@ -148,14 +148,14 @@ def _under(schedule: Schedule, near: Sequence[Plan], costs: CostModel) -> Iterat
 
 
 def _layers(plan: Plan) -> Iterator[tuple[LayerStrategy, ...]]:
-    """Yield the strategies of a plan's layers, and each strategy for all layers of its type: stages share them."""
+    """Yield the strategies of a plan's layers, and each strategy for all layers of its type, as chunks move layers."""
     yield plan.layers
     for one in dict.fromkeys(plan.layers):
         yield tuple(one if layer.type == one.type else layer for layer in plan.layers)
 
 
 def in_two_chunks(plan: Plan, schedule: Schedule, costs: CostModel) -> Plan | None:
-    """Return a plan of one chunk a stage under a schedule of two, whose ranges take as equal times as they can.
+    """Return a plan of one chunk per stage as a plan of two chunks, whose ranges take times as equal as possible.
 
     None if stages differ in width, or there are too few layers for all.
     """
@@ -201,7 +201,7 @@ def _candidate(space: SearchSpace, plan: Plan) -> Candidate:
 # How much faster a plan with split backward passes may be than a known plan, by simulation: proven by bounds.
 #
 # No such plan is below the optimum of `split_problem`. Configurations whose optimum is no less than the known plan's
-# time are excluded. Of the others all plans below it are listed if these are few, so that the best of them is proven.
+# time are excluded. For the others all plans below that time are listed if they are few: the best of them is proven.
 
 
 _MAX_PREFIXES = 4_000
@@ -241,7 +241,7 @@ class _Bounder:
         self._instance, self._costs_of, self._relaxed = instance, cache(GroupCosts), Relaxed()
 
     def quick(self, target: Target[Configuration], limit: float) -> float:
-        """Return a bound over all layers together."""
+        """Return a bound from all layers together, without cuts into stages."""
         return self._relaxed.bound_ps(self.largest_problem(target, limit))
 
     def weighted(self, target: Target[Configuration], limit: float) -> float:
@@ -278,20 +278,20 @@ def listed_below(
 
 
 class _Stage(NamedTuple):
-    """A stage that is being filled, after the plan's beginning."""
+    """A stage that is being filled, with the beginning of the plan before it."""
 
     ends: tuple[int, ...]
     options: tuple[int, ...]
     groups: tuple[int, ...]
     position: tuple[int, ...]
-    """After this stage."""
+    """The position after this stage."""
     time_ps: float
     held: StageMemory
     layout: int
 
 
 class _Listing:
-    """All plans of a problem with T = max A below a time; `left` prefixes may be made."""
+    """All plans of a problem with T = max A below a time; `left`: how many more beginnings of plans may be made."""
 
     def __init__(self, problem: Problem, below_ps: float, left: int) -> None:
         self.problem, self.left = problem, left
@@ -299,7 +299,7 @@ class _Listing:
         self._rest = self._least_rest()
 
     def solutions(self) -> Iterator[Solution]:
-        """Yield the plans that fit; fewer where they are too many, and then `left` is negative."""
+        """Yield the plans that fit; if they are too many, only some of them, and then `left` is negative."""
         problem = self.problem
         waiting = list(self._begun((), (), (), problem.start_position, -1, 0))
         while waiting and self.left >= 0:
@@ -362,7 +362,10 @@ class _Listing:
                 )
 
     def _least_rest(self) -> list[list[float]]:
-        """Return the least largest A [stages before, layers before] of the rest of a plan, by each layer's least."""
+        """Return a lower bound of the remaining stages' largest A [stages before, layers before].
+
+        Each layer takes its least time.
+        """
         problem, total = self.problem, len(self.problem.layers)
         fastest = [
             min(float(group.options[kind].time_ps.min()) for group in problem.device_groups) for kind in problem.layers

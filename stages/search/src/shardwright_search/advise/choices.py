@@ -23,7 +23,7 @@ from shardwright_search.systems.registry import SYSTEMS
 
 _MAX_BYTES = MIB
 _OF_WORDS, _READ_WORDS = next((each, each.read_words) for each in SYSTEMS.values() if each.read_words is not None)
-"""The system whose arguments are a choice as they are, and are in files of any name."""
+"""The system whose arguments are accepted as a choice, directly or in a file of any name."""
 _ZERO = {
     "0": DataParallel.DDP,
     "1": DataParallel.ZERO2,
@@ -35,16 +35,16 @@ _CONTEXT = {str(kind): kind for kind in ContextParallel}
 _OFFLOAD = {str(kind): kind for kind in Offload}
 _KEYS = {"tp", "cp", "context", "pp", "mbs", "zero", "sp", "recompute", "vpp", "ep", "etp", "offload"}
 _SUFFIXES = {Path(target.file_name).suffix for target in SYSTEMS.values()} - {".txt"}
-"""Endings of files that are no choice where there is no such file."""
+"""Endings of files: a choice that ends so names a file, even if there is no such file."""
 _EXAMPLE = "write tp=8,pp=4,mbs=1,zero=1 (also ep, etp, cp, context, sp, recompute, vpp, offload)"
 _COUNT = re.compile(r"[1-9]\d{0,6}")
 _SPLITS = {"0": SequenceParallel.NONE, "1": SequenceParallel.MEGATRON}
 
 
 def reading_of(text: str, setting: Setting) -> Reading:
-    """Return the plan that a text such as `tp=8,pp=4` describes, or the plan of a file of another system.
+    """Return the plan that a string such as `tp=8,pp=4` describes, or the plan of a file of another system.
 
-    Raises BadInput where its numbers do not divide one another, and for what no plan has.
+    Raises BadInput if its numbers do not divide one another, and for features that no plan has.
     """
     path = Path(text)
     if text.startswith("--"):
@@ -73,16 +73,16 @@ def _text_of(path: Path) -> str:
 def _usual_split(model: Model) -> SequenceParallel:
     """Return Megatron-LM's sequence parallelism, which has no effect without tensor parallelism.
 
-    None where layers take whole sequences, as those of Swin with windows of an image do.
+    No sequence parallelism is returned if layers take whole sequences, as Swin's layers with windows of an image do.
     """
     whole = any(kind.sequence_must_divide for kind in model.types.values())
     return SequenceParallel.NONE if whole else SequenceParallel.MEGATRON
 
 
 def _pairs(text: str, setting: Setting) -> UniformStrategy:
-    """Return the choice of a text such as `tp=8,pp=4`; zero=3 reduces the gradients of each micro-batch, as FSDP.
+    """Return the choice in text such as `tp=8,pp=4`; zero=3 reduces gradients after each micro-batch, as FSDP does.
 
-    Without etp ranks share the features of each expert as those of the rest, as in Megatron-LM.
+    Without etp, the features of each expert are split over the same ranks as the rest of the layer, as in Megatron-LM.
     """
     pairs = dict(part.partition("=")[::2] for part in text.split(","))
     if unknown := sorted(set(pairs) - _KEYS):
@@ -121,7 +121,7 @@ def _pairs(text: str, setting: Setting) -> UniformStrategy:
 
 
 def _context(text: str, pairs: Mapping[str, str]) -> ContextParallel:
-    """Return the kind of context parallelism; there is none with cp=1."""
+    """Return the kind of context parallelism, which has no effect with cp=1; BadInput if it is then named."""
     if "context" in pairs and _count(text, pairs, "cp") == 1:
         raise BadInput(f"--against {text}", "context without cp above 1", "give cp, or leave context out")
     kind: ContextParallel = _one_of(text, "context", pairs.get("context", ContextParallel.GATHER.value), _CONTEXT)
@@ -146,7 +146,7 @@ class Rule(NamedTuple):
     choices: Callable[[Question], Iterator[str]]
     """Choices, as a user writes them, that the rule tries, in order; the first that fits is taken."""
     source: str
-    """Statement of the rule, and who says so."""
+    """The rule in words, and where it was published."""
 
 
 _TABLE = (
@@ -204,13 +204,13 @@ RULES = {
         "examples/sc21/run_table_1.sh)",
     ),
 }
-"""Rules of thumb, under the name behind `rule:`."""
+"""Rules of thumb, by the name after `rule:`."""
 
 
 def plan_of_rule(name: str, question: Question, fits: Callable[[Plan], bool]) -> Plan:
     """Return the first plan of a rule that fits, else the last one it tries.
 
-    Raises BadInput for an unknown rule, and where none of its plans divides batch and devices.
+    Raises BadInput for an unknown rule, and if none of its plans divides batch and devices.
     """
     if name not in RULES:
         raise BadInput(

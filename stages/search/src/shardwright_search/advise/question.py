@@ -1,4 +1,4 @@
-"""The search that `shardwright advise` makes of its options, from shapes and published figures only."""
+"""The question that `shardwright advise` searches, made of its options, shapes and published figures only."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -41,7 +41,7 @@ from shardwright_search.systems.entry import Setting
 from shardwright_search.systems.registry import SYSTEMS
 
 _MAX_INTERLEAVED = 2**16
-"""The largest batch that interleaved schedules are searched for: of more microbatches bubbles are no share."""
+"""The largest batch for which interleaved schedules are searched: with more microbatches bubbles are negligible."""
 _CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
 """Layer ranges of a stage that are searched: published plans have up to 8 (MLPerf, 405B) and 12 (NVIDIA, GPT-3)."""
 _NARROW_ASSUMED = "{}: products with the weights of blocks alone, without their casts; estimated, not trained here"
@@ -60,7 +60,7 @@ class Machines(NamedTuple):
     devices: dict[str, Device]
     budgets_gib: dict[str, float]
     networks: dict[str, NodeRates]
-    """Rates at which a node of each type sends to others; empty where there is one node."""
+    """Rates at which a node of each type sends to others; empty if there is one node."""
     assumed: tuple[str, ...]
 
     @property
@@ -70,7 +70,7 @@ class Machines(NamedTuple):
         return tuple(size for size in (1, 2, 4, 8) if shared % size == 0)
 
     def alone(self, node_type: str) -> Cluster:
-        """Return the nodes of one type, and at least two where the cluster has several nodes of several types."""
+        """Return a cluster of the nodes of one type; at least two nodes if the whole cluster has several types."""
         groups = self.cluster.nodes
         count = sum(group.count for group in groups if group.node_type == node_type)
         nodes = (NodeGroup(node_type=node_type, count=max(count, 2) if len(self.networks) > 1 else count),)
@@ -90,7 +90,7 @@ class Question(NamedTuple):
     """Tensor-parallel sizes that fit in a node of each type."""
     assumed: tuple[str, ...]
     other: Profiles | None = None
-    """The profiles under the other way in which the runtime runs experts, plain or tuned; None: there is one way."""
+    """The profiles if the runtime runs experts in the other way, plain or tuned; None: there is only one way."""
     is_tuned: bool = False
 
     @property
@@ -201,7 +201,7 @@ def question_of(options: AdviseOptions) -> Question:
 
 
 def _recomputed(options: AdviseOptions, model: Model) -> tuple[Recompute, ...]:
-    """Return the kinds of recomputation that layers choose from; plans for a system have their own."""
+    """Return the kinds of recomputation that layers choose from; plans for another system have that system's kinds."""
     if options.recompute is None:
         return Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL
     if options.target is not None:
@@ -218,7 +218,7 @@ def _recomputed(options: AdviseOptions, model: Model) -> tuple[Recompute, ...]:
 
 
 def _offloads(options: AdviseOptions, machines: Machines) -> tuple[Offload, ...]:
-    """Return what layers may offload; hosts update parameters where their rate is known."""
+    """Return what layers may offload; hosts update parameters only if their rate is known."""
     if options.offload != "any":
         return tuple(dict.fromkeys((Offload.NONE, Offload(options.offload))))
     known = all(node.host_updates_per_s is not UNSET for node in machines.cluster.node_types.values())
@@ -226,7 +226,7 @@ def _offloads(options: AdviseOptions, machines: Machines) -> tuple[Offload, ...]
 
 
 def _is_text(model: Model) -> bool:
-    """Return whether samples may be of any length; a traced model, which no family describes, is of text."""
+    """Return whether samples may have any length, as in text; a traced model, which has no family, counts as text."""
     family = FAMILIES.get(model.family)
     return family is None or family.fixed_positions(family.configured(model.config)) is None
 
@@ -464,7 +464,7 @@ def _network(options: AdviseOptions, key: str, figures: _TypeFigures) -> tuple[N
 
 
 def _searched_ep_sizes(model: Model, devices: int) -> tuple[int, ...]:
-    """Return the powers of two that divide the experts of all layers, up to the devices; () where there are none."""
+    """Return the powers of two up to the devices that divide all layers' experts; empty if the model has no experts."""
     numbers = {kind.experts.number for name in model.layers if (kind := model.types[name]).experts is not UNSET}
     powers = (1 << power for power in range(devices.bit_length())) if numbers else ()
     return tuple(size for size in powers if size <= devices and all(number % size == 0 for number in numbers))
@@ -504,12 +504,12 @@ def traced_model(file: Path, config: Config, name: str, sequence_length: int | N
 
 
 MIN_SHARE = 8192
-"""Positions of a sample that each rank has at least in searched plans: below, samples themselves are shared out."""
+"""The least positions of a sample that each rank has in searched plans: shorter samples are not split."""
 _CP_SIZE = re.compile(r"(?:^|,)cp=([1-9]\d{0,6})(?:,|$)")
 _IN_FILES = re.compile(
     r"(?:context[-_]parallel[-_](?:size|degree)|\b(?:cp_size|cp_sizes_enc|vcp))[\"']?[\s=:]+[\"']?([\d,]{1,65536})"
 )
-"""Degrees under the names that other systems have for them."""
+"""Pattern of context-parallel degrees under the names that other systems have for them."""
 _MAX_BYTES, _MAX_DIGITS = MIB, 7
 
 
@@ -522,7 +522,7 @@ def searched_cp_sizes(model: Model, devices: int) -> tuple[int, ...]:
 
 
 def priced_lengths(length: int, searched: Iterable[int], choices: Iterable[str]) -> tuple[int, ...]:
-    """Return the lengths of a rank's share of a sample, for searched degrees and for choices such as `tp=8,cp=2`.
+    """Return the lengths of a rank's part of a sample, for searched degrees and for choices such as `tp=8,cp=2`.
 
     A choice may be another system's file, or its arguments.
     """

@@ -47,13 +47,13 @@ _LESS_BY = {
 
 
 class PricedChoice(NamedTuple):
-    """A choice of the user's, or a rule's, priced."""
+    """A plan of the user's choice, or of a rule of thumb, with its price."""
 
     name: str
     plan: Plan
     estimate: Estimate
     source: str
-    """Statement of the rule, and who says so; empty for the user's own."""
+    """The rule in words, and where it was published; empty for the user's choice."""
 
 
 class Advice(NamedTuple):
@@ -64,15 +64,15 @@ class Advice(NamedTuple):
     rules: Sequence[PricedChoice]
     """Rules of thumb, rows of the table of plans."""
     choices: Sequence[PricedChoice]
-    """The user's own, with a paragraph each."""
+    """The user's choices; the report has a paragraph for each."""
     all_rules: bool = True
-    """Without it, time was up before the other rules were priced."""
+    """False if time was up before all rules were priced."""
     batches: Sequence[Candidate] = ()
     within: Within | None = None
     simple: Simple | None = None
     """The answer as the simplest plan within a tolerance, the fastest, and the best of one strategy; None: no other."""
     schedules: Sequence[OfSchedule] = ()
-    """The best plan of each schedule, if that was asked."""
+    """The best plan of each schedule, if requested."""
 
     @property
     def lines(self) -> list[str]:
@@ -124,7 +124,7 @@ def report(advice: Advice) -> RenderableType:
 
 
 def usd_per_billion_tokens(plan: Plan, estimate: Estimate) -> float | None:
-    """Return the price of training on a billion tokens; None where the GPUs have no price."""
+    """Return the price of training on a billion tokens in USD; None if the GPUs have no price."""
     if estimate.usd_per_step is None:
         return None
     return estimate.usd_per_step / (plan.global_batch_size * plan.model.sequence_length) * 1e9
@@ -193,7 +193,7 @@ def _in_short(question: Question, plan: Plan, estimate: Estimate) -> str:
 
 
 def _expected(plan: Plan, estimate: Estimate, profiles: Profiles) -> tuple[float, float, bool]:
-    """Return what the fullest rank is expected to hold, the memory of its device, and whether it needs less."""
+    """Return the bytes that the fullest rank is expected to hold, its device's bytes, and whether it needs fewer."""
     needed = [stage.memory_bytes for stage in estimate.stages]
     kept = kept_bytes(plan, needed, device_bytes_of(plan), profiles)
     stages = zip(estimate.stages, kept, strict=True)
@@ -247,7 +247,7 @@ TUNED_FLAGS = (
 
 
 def _cost_of_limits(answer: SearchAnswer, within: Within) -> str:
-    """Return, in words, the ratio of the answer's step time to that of the best of all plans."""
+    """Return, in words, the ratio of the answer's time of a sample to the time of the best of all plans."""
     name = within.target.title
     if within.unlimited is None:
         return f"what the limits of {name} cost is not known: no other plan was found in time (--time-limit)"
@@ -281,7 +281,7 @@ def _proofs(advice: Advice) -> Iterator[str]:
     if simple is None or simple.fastest.plan == answer.chosen.plan:
         yield f"  {proven}"
     else:
-        # The bound is of the closed form: by simulation, which chooses among near plans, one may gain more.
+        # The bound is on the closed form: by simulation, which chooses among near plans, another plan may gain more.
         gap = answer.chosen.evaluation.estimate.objective_s / answer.bound_s - 1
         proof = "by the closed form, proven under these estimates (--tolerance)"
         faster = f"  no plan is more than {gap * 100:.1f} % faster {proof}"
@@ -311,7 +311,7 @@ def _stopped(answer: SearchAnswer) -> str:
 
 
 def _not_searched(question: Question, answer: SearchAnswer) -> Iterator[str]:
-    """Yield the ways of running a step that no plan of the search has."""
+    """Yield the ways of running a step that were not searched."""
     if any(schedule.interleaves for schedule in question.request.schedules):
         chunks = max(question.request.chunks_per_stage)
         yield f"interleaved schedules of over {chunks} chunks a stage (--against pp=2,vpp={2 * chunks} prices one)"
@@ -339,7 +339,7 @@ def _context_not_searched(question: Question) -> Iterator[str]:
 
 
 def _experts_not_searched(question: Question) -> Iterator[str]:
-    """Yield the ways to split the experts that a model has which no plan of the search has."""
+    """Yield the ways to split a model's experts that were not searched; nothing for a model without experts."""
     if sizes := question.request.ep_sizes:
         yield f"experts in more than {max(sizes)} parts, or with their features split too (etp)"
 
@@ -367,7 +367,7 @@ def memory_rows(question: Question, plan: Plan, estimate: Estimate) -> list[tupl
 
 
 def _fullest(question: Question, plan: Plan, estimate: Estimate) -> tuple[int, int]:
-    """Return the bytes that the stage with the least to spare leaves of its budget, and its number."""
+    """Return the bytes that the fullest stage leaves of its budget, and its number."""
     return min((left, number) for number, left in enumerate(question.left_bytes(plan, estimate)))
 
 
@@ -385,7 +385,7 @@ PLAN_HEADINGS = ("", "plan", "s a step", "slowdown", "GiB", "fits")
 
 
 def plan_rows(question: Question, plans: Sequence[tuple[Plan, Estimate, str]]) -> list[tuple[str, ...]]:
-    """Return a row for each plan, against the first."""
+    """Return a row for each plan, compared with the first one."""
     plan, estimate, _ = plans[0]
     return [
         (
@@ -406,7 +406,7 @@ def _plans_table(question: Question, plans: Sequence[tuple[Plan, Estimate, str]]
 
 
 def _schedules_table(question: Question, plan: Plan, estimate: Estimate, found: Sequence[OfSchedule]) -> RenderableType:
-    """Return a table of the best plan of each schedule, against the answer; all of them fit."""
+    """Return a table of the best plan of each schedule, compared with the answer; all of them fit."""
     rows = list[tuple[str, ...]]()
     for schedule, best, why, _ in found:
         if best is None:
@@ -421,7 +421,7 @@ def _schedules_table(question: Question, plan: Plan, estimate: Estimate, found: 
 
 
 def _proven_of_schedules(time_s: float, found: Sequence[OfSchedule]) -> Iterator[str]:
-    """Yield what is proven of schedules that split backward passes, beside the simulated time of a sample."""
+    """Yield what is proven about schedules that split backward passes, against the answer's seconds of a sample."""
     unknown = [str(each.schedule) for each in found if each.bound_sample_s == 0]
     for schedule, _, _, bound_s in found:
         if bound_s:

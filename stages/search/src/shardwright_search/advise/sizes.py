@@ -19,9 +19,9 @@ from shardwright_search.space.budget import Infeasible
 from shardwright_search.space.configurations import is_solved
 
 _FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Sizes of the cluster over those that were asked."""
+"""Sizes of clusters relative to the requested one."""
 SHARES = (0.25, 0.4, 0.55, 0.7, 0.85, 1.0)
-"""Budgets over the one that was asked, the last."""
+"""Budgets relative to the requested one, which is the last."""
 
 Searched = Callable[[Question, float], SearchAnswer | Infeasible]
 """A search: the question, and the CPU seconds until the best plan so far is taken."""
@@ -34,7 +34,7 @@ class Sized(NamedTuple):
     plan: Plan
     estimate: Estimate
     gap: float | None
-    """By what share another plan may be faster at most; None: that is not known."""
+    """The largest share by which another plan may be faster; None: it is not known."""
     stopped: bool
 
     @classmethod
@@ -126,7 +126,7 @@ def _outcome(question: Question, result: SearchAnswer | Infeasible | str | None)
 
 
 def _searched(question: Question, search: Searched, deadline: float) -> SearchAnswer | Infeasible | str | None:
-    """Return the answer, None where time was over; raise KeyboardInterrupt where Ctrl-C ended the search."""
+    """Return the answer, or None if time was over; raise KeyboardInterrupt if Ctrl-C ended the search."""
     answer, left_s = None, left(deadline) or 0.0
     if left_s <= 0:
         return None
@@ -155,7 +155,7 @@ def _reason(question: Question, lacking: Infeasible) -> str:
     return f"No plan fits in {question.budget_words}: even the leanest needs {more}{gib_text(lacking.min_bytes, 1)}."
 
 
-# What each schedule would bring: the best plan of each, searched by itself.
+# The best plan of each schedule, searched separately.
 
 
 LIMIT_S = 5.0
@@ -171,7 +171,7 @@ class OfSchedule(NamedTuple):
     best: Candidate | None
     why: str = ""
     bound_sample_s: float | None = None
-    """The simulated time of a sample that no plan of a schedule that splits backward passes is below; 0: not known."""
+    """If the schedule splits backward passes: simulated seconds of a sample that no plan is below; 0: not known."""
 
 
 def by_schedule(
@@ -179,7 +179,7 @@ def by_schedule(
     search: Searched,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Iterator[OfSchedule]:
-    """Yield the best plan of each schedule; of split backward passes, the quickest by simulation near the best of 1F1B.
+    """Yield the best plan of each schedule; if it splits backward passes, the quickest one near the best 1F1B plan.
 
     `search` searches a changed question within some CPU seconds; `tell` receives a line of progress for each.
     """

@@ -27,7 +27,7 @@ class Started(NamedTuple):
     files: dict[str, str]
     """Texts by name in a folder."""
     notes: tuple[str, ...]
-    """Points that the files cannot hold, a line each."""
+    """Points that the files cannot express, one per line."""
 
 
 class Within(NamedTuple):
@@ -36,7 +36,7 @@ class Within(NamedTuple):
     target: Entry
     started: Started
     unlimited: SearchAnswer | None
-    """None where it was not found in time."""
+    """None if it was not found in time."""
 
 
 def started(system: System, plan: Plan, tuned: bool = False) -> Started:
@@ -57,8 +57,8 @@ def best_for(
 ) -> SearchAnswer | Infeasible:
     """Return the best plan that a system runs in any of its ways; the proof covers all ways.
 
-    Each way has an equal share of the time that is left. Raises StoppedEarly where no plan was found in time, and
-    BadInput where the system runs no plan of the model on these devices.
+    Each way has an equal share of the time that is left. Raises StoppedEarly if no plan was found in time, and BadInput
+    if the system runs no plan of the model on these devices.
     """
     model, devices = question.model, question.cluster.num_devices
     ways = _ways(system, question.model, question.request.precision)
@@ -111,7 +111,7 @@ def _best_of_ways(
 
 
 def _ways(system: System, model: Model, precision: Precision) -> Sequence[Limits]:
-    """Return the ways in which a system runs a model; raises BadInput where none has layers of all its types."""
+    """Return the ways in which a system runs a model; raise BadInput if no way supports all its types of layers."""
     target = SYSTEMS[system]
     ways = target.limits(model, precision)
     possible = [way for way in ways if way.runs(model)]

@@ -29,9 +29,9 @@ from shardwright_search.space.request import of_each_optimizer
 from shardwright_search.space.search_space import space_of
 
 _LIMIT_S, _EACH_S = 8.0, 2.0
-"""CPU seconds of all side searches, and of one."""
+"""CPU seconds of all side searches together, and of each."""
 _NEXT = 3
-"""Numbers of nodes that are tried one after the other, before doubles of the asked one are."""
+"""How many consecutive numbers of nodes are tried, before doubles of the requested number."""
 _MOST_TIMES_NODES = 64
 _MOST_BUDGETS = 4
 _RANK = 16
@@ -39,7 +39,7 @@ _STEP_GIB = 0.01
 _IN_A_NODE = 8
 """The most GPUs of a node that are proposed: nodes of most devices have no more."""
 _NETWORK, _ASSUMED_GBIT_S = "--inter-node-gbit-s", "100"
-"""The option of a network, and what is tried where that of a device's nodes is not known."""
+"""The option for the network, and the value that is tried if the network of a device's nodes is not known."""
 
 
 Changes = Mapping[str, Any]
@@ -51,14 +51,15 @@ class _Way(NamedTuple):
 
     name: str
     tries: tuple[tuple[str, Changes], ...]
-    """The option as it is written, and what it changes: the one that is wanted most first, the leanest last."""
+    """Options as they are written, and what they change: the most wanted first, the one with the least memory last."""
 
 
 def ways_out(options: AdviseOptions, question: Question, lacking: Infeasible, search: Searched) -> Iterator[str]:
-    """Yield a line for each change: the plan that then fits and its step time, what is still missing, or no time.
+    """Yield a line for each change: the step time of the plan that then fits, or the memory that is still missing.
 
-    Each search has `_EACH_S`, and all together `_LIMIT_S` or the asked time limit, in CPU seconds. If no way is enough,
-    several together have as much time again.
+    Each search has `_EACH_S` CPU seconds, and all together `_LIMIT_S`, or the requested time limit if that is less; the
+    last line names the changes for which this was not enough. If no change is enough, combinations of changes are tried
+    for the same time again.
     """
     asked = replace(options, batch=question.request.global_batch_size, html=None, out=None, launch=None)
     limit_s, late, found = min(_LIMIT_S, options.time_limit), list[str](), list[SearchAnswer]()
@@ -100,8 +101,8 @@ def _together(
     search: Searched,
     deadline: float,
 ) -> Iterator[str]:
-    """Yield the first of several ways together that fits: those that train all, those with LoRA, and on more GPUs."""
-    # Of two ways that change the same, such as the optimizer, the first is the leaner one.
+    """Yield the first combination that fits: the ways that train all, the ways with LoRA, and these on more GPUs."""
+    # Of two ways that change the same option, such as the optimizer, the first is the leaner one.
     each = [way.tries[-1] for way in ways]
     leanest = [way for place, way in enumerate(each) if way[1].keys() not in [one.keys() for _, one in each[:place]]]
     trained = [(option, changes) for option, changes in leanest if "lora" not in changes]
@@ -127,7 +128,7 @@ def _more_gpus(asked: AdviseOptions, question: Question) -> Iterator[tuple[str, 
 
 
 def _ways(asked: AdviseOptions, question: Question, folder: Path) -> Iterator[_Way]:
-    """Yield the changes that the options leave open."""
+    """Yield the changes of options that the user has not already made."""
     if asked.uniform:
         yield _Way("another strategy for each layer", (("without --uniform", {"uniform": False}),))
     if asked.parameters is None and asked.formats.parameters == "float32" and asked.precision == "bfloat16":
@@ -156,7 +157,7 @@ def _ways(asked: AdviseOptions, question: Question, folder: Path) -> Iterator[_W
 def _outcome(options: AdviseOptions, search: Searched, deadline: float) -> SearchAnswer | Infeasible | BadInput | None:
     """Return what is found of changed options, or why they are refused; None: it was not found in time.
 
-    The answer is that of the usual budget where that is found, as `advise` itself gives it.
+    The answer is for the usual budget if a plan is found within it, as `advise` itself gives it; else for all memory.
     """
     if (left(deadline) or 0.0) <= 0:
         return None
@@ -250,7 +251,7 @@ def _more_nodes(
     per_node = question.cluster.node_types[group.node_type].devices_per_node
     device = asked.gpus.rpartition(":")[2]
     first, fewest, refused = _fewest_by_states(question, group.count), True, list[str]()
-    # What divides the batch is found among the next numbers, or among the asked one's doubles.
+    # A number that divides the batch is found among the next numbers, or among the doubles of the requested one.
     doubles = (group.count * 2**power for power in count(1))
     numbers = chain(range(first, first + _NEXT), dropwhile(lambda number: number < first + _NEXT, doubles))
     for number in numbers:
@@ -300,9 +301,9 @@ class _Lever(NamedTuple):
 
 
 def ways_to_fit(question: Question, plan: Plan) -> Iterator[str]:
-    """Yield a line for each change of a plan that does not fit: its time if it fits then, else how much is lacking.
+    """Yield a line for each change of a plan that does not fit: its time if it then fits, else the memory missing.
 
-    Only if no change is enough alone, all are made together.
+    Only if no single change is enough, all are made together.
     """
     time_s, fits = sample_s(plan, evaluate(plan, question.profiles, timeline=False).estimate), False
     for name, plans in _LEVERS:

@@ -1,11 +1,11 @@
 """Lower bounds from dual values on the plans of a configuration, for the checker of certificates.
 
 A configuration is described by the arrays of `solver.problem.Problem`; no code is shared with the solver. At any price
-of a byte a run of layers costs no less than its least priced sum less the price of the budget. What is left is a
-shortest path over stages, layers and layouts.
+of a byte a run of layers costs no less than its least priced sum less the price of the budget. A shortest path over
+stages, layers and layouts then bounds the whole plan.
 
 Every bound is exact, whatever the dual values: times and bytes are whole, and each priced cost is rounded down to a
-multiple of a power of two that is so large that float64 holds all sums of these without rounding.
+multiple of a power of two, so large that float64 holds all sums of these multiples without rounding.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,17 +21,17 @@ from numpy.typing import NDArray
 from shardwright.types import MemoryPrice, Prices
 
 _LEAST_SHARE = 1 - 2.0**-50
-"""A computed cost of a layer times this is no more than the exact one: at most seven roundings to float64 are in it."""
+"""A computed cost of a layer times this is no more than the exact cost: it has at most seven roundings to float64."""
 EXACT = 2.0**53
 """Sums of whole numbers below this are exact in float64."""
 _BITS = 50
-"""Bounds are below this power of two of their unit: three of them are added without rounding."""
+"""Bounds are below two to this power times their unit: three of them are added without rounding."""
 Array = NDArray[Any]
 Arrays = Any
-"""Named arrays of the solver's, whose types are not imported."""
+"""The solver's named arrays, whose types are not imported."""
 Problem = Arrays
 Step = tuple[Any, int, int, Any]
-"""Position and group before a stage (-1: none), the stage's own group and the position behind it."""
+"""Position and group before a stage (-1: none), the stage's own group, and the position after it."""
 StageOnGroup = tuple[int, int]
 """A pipeline stage and the device group that it is on."""
 Run = tuple[int, ...]
@@ -45,24 +45,24 @@ class Chain(NamedTuple):
     size: int
     """Number of layouts and classes."""
     longest_ps: float
-    """A time that no stage's A or U is above; infinity where some time is no whole number."""
+    """A time that no stage's A or U exceeds; infinity if some time is not a whole number."""
     keeps_sums: bool
-    """True where some option keeps gradients of earlier microbatches in addition to those of the last."""
+    """True if some option keeps gradients of earlier microbatches in addition to the last one's."""
     runs: dict[Run, int]
     number: Array
     """[first layer, end]: which run; -1: none."""
     steps: tuple[tuple[Step, ...], ...]
     """Steps by stage."""
     sends: dict[tuple[Any, int, int], Array]
-    """[end, layouts given, layouts received] by position, group before and group behind."""
+    """Send times [end, layouts given, layouts received], by position, group before and group after."""
     sent: dict[StageOnGroup, Array]
-    """[first layer, end, layouts in, layouts out]: the least that a stage takes to receive and to give out."""
+    """[first layer, end, layouts in, layouts out]: the least time of a stage's sends at both ends."""
 
 
 def chain_of(problem: Problem, layouts: bool = True) -> Chain:
     """Return the chain of a problem.
 
-    Without layouts all are one, between which everything moves for the least there is.
+    Without `layouts` all layouts count as one: redistribution takes no time, and sends take their least time.
     """
     problem = problem if layouts else _without_layouts(problem)
     kinds, total = problem.layers, len(problem.layers)
@@ -102,7 +102,7 @@ def _without_layouts(problem: Problem) -> Problem:
 
 
 def _longest_ps(problem: Problem) -> float:
-    """Return a time that no stage's A or U is above; infinity where some time is no whole number."""
+    """Return a time that no stage's A or U exceeds; infinity if some time is not a whole number."""
     longest = np.zeros(len(problem.boundary_bytes))
     for kind, times in ((kind, o[:2]) for group in problem.device_groups for kind, o in enumerate(group.options)):
         if (np.rint(times) != times).any():
@@ -116,7 +116,7 @@ def _longest_ps(problem: Problem) -> float:
 def phases_of(chain: Chain, stage: int) -> list[tuple[int, bool, bool]]:
     """Return the phases in which a stage's memory may be at its peak.
 
-    Each is microbatches in flight, whether what the pass makes comes by and by, and whether sums are there.
+    Each: microbatches in flight, whether the pass makes gradients layer by layer, whether sums of earlier ones exist.
     """
     count, m = chain.problem.in_flight[stage], chain.problem.num_microbatches
     if count == m:
@@ -134,9 +134,9 @@ class Duals(NamedTuple):
     unit_ps: float
     """A power of two, of which all bounds are multiples."""
     prefixes: Array
-    """[runs, rows, layouts in, layouts out]: as the beginning of a longer run, the budget not taken off."""
+    """[runs, rows, layouts in, layouts out]: bounds of beginnings of longer runs, before the budget is subtracted."""
     whole: Array
-    """Bounds of whole stages, with the budget taken off; after the last run infinity."""
+    """Bounds of whole stages, with the priced budget subtracted; infinity in one more row after the last run."""
 
     def rows_of(self, stage_on_group: StageOnGroup) -> list[int]:
         """Return the rows of a stage on a device group."""
@@ -182,7 +182,7 @@ def duals_of(chain: Chain, prices: Prices, weights: Array) -> Duals:
 def _unit_ps(
     chain: Chain, tables: Array, moves: Array, rows: Sequence[tuple[StageOnGroup, MemoryPrice]], weights: Array
 ) -> float:
-    """Return a power of two of which no sum of a path's costs is 2^`_BITS` or more."""
+    """Return a power of two so large that all sums of a path's costs are below 2^`_BITS` times it."""
     problem, stages = chain.problem, chain.problem.pp_size
     layers = sum(_largest(tables[:, kind]) + _largest(moves[kind]) for kind in problem.layers)
     budgets = max(price.ps_per_byte * problem.device_groups[group].budget_bytes for (_, group), price in rows)
@@ -207,9 +207,9 @@ def rounded_up(value: Fraction | float, unit_ps: float) -> float:
 
 
 def moments(last_layer: float, o: Arrays, count: int, comes: bool, summed: bool) -> Array:
-    """Return the bytes [first, inner, last, only layer] that options count for.
+    """Return the bytes that options count for as a stage's [first, inner, last, only] layer.
 
-    That is at a mixture of a stage's last and first moment.
+    `last_layer`: the share of the moment when the last layer works; the rest is of the moment when the first one does.
     """
     late = comes * ((o.sum_bytes > 0) | (not summed)) * o.late_bytes
     static = o.state_bytes + (count - 1) * o.activation_bytes + summed * o.sum_bytes + o.late_bytes - late
@@ -224,7 +224,7 @@ def _most_left(
 ) -> Array:
     """Return an upper bound of the priced budget [layouts in, layouts out] after the input and the output.
 
-    If these alone are more than the budget it is minus infinity: there is no such plan.
+    Minus infinity if input and output by themselves exceed the budget: there is no such plan.
     """
     problem, layouts = chain.problem, chain.problem.num_layouts
     left = np.full((chain.size, chain.size), float(problem.device_groups[stage_on_group[1]].budget_bytes))
@@ -250,9 +250,9 @@ def bounds_of(chain: Chain, duals: Duals, stage_on_group: StageOnGroup) -> Array
 def paths(
     chain: Chain, tables: Mapping[StageOnGroup, Array], weights: Array, unit_ps: float
 ) -> tuple[float, dict[StageOnGroup, Array]]:
-    """Return the least weighted sum over stages, and that over all other stages by stage and group, as `tables`.
+    """Return the least weighted sum over all stages, and for each stage on a group the least over all other stages.
 
-    All of them are multiples of the unit.
+    The latter are indexed as `tables`. All are multiples of the unit.
     """
     tied_ps, end = rounded_down(chain.problem.tied_ps, unit_ps), len(chain.problem.layers)
     sends = [
@@ -303,5 +303,5 @@ def _weighted_sends(chain: Chain, stage: int, step: Step, weights: Array, unit_p
     if stage == 0:
         return np.where(np.eye(chain.size, dtype=bool), 0, np.inf)[None]
     sends, weight = chain.sends[step[:3]], weights[stage - 1, 0] + weights[stage, 0]
-    possible = np.isfinite(sends)  # a weight of 0 makes no way out of what is impossible
+    possible = np.isfinite(sends)  # a weight of 0 does not make an impossible send possible
     return np.where(possible, rounded_down(np.where(possible, sends, 0) * weight, unit_ps), np.inf)

@@ -3,9 +3,9 @@
 A plan takes T = f sum A' + s z + o u + tie, with z the slowest stage's A', u the largest U, and f, s and o the
 coefficients of the closed form. For any weights mu, nu >= 0 of the stages
 T >= sum of ((f + mu) A' + nu U) + (s - sum mu) z + (o - sum nu) u + tie, with z in a band; `bounds` bounds the sum.
-If that is below what is to be confirmed, the ways to treat a stage whose priced cost leaves room below it are listed
-with their exact memory, and the path is taken over these, in ranges of z and u that are halved: a U below its range
-counts as the least of it, and a way above either range not at all.
+If that is below the bound to confirm, the ways to choose a stage's options whose priced cost leaves room below it are
+listed with their exact memory. The path is then taken over these ways, in ranges of z and u that are halved: a U below
+its range counts as the least of the range, and a way above either range does not count at all.
 
 Nothing is rounded in favour of a claim: costs of layers are rounded down in `bounds`, all other numbers are fractions.
 """
@@ -22,11 +22,11 @@ from shardwright_search.certificate import bounds
 from shardwright_search.certificate.bounds import Array, Chain, Duals, Problem, Run, StageOnGroup
 
 MAX_WAYS = 30_000
-"""Treatments to treat layers that are listed for one stage and band."""
+"""Most ways to choose the options of layers that are listed for one stage and band."""
 MAX_HALVINGS = 10
-"""Halvings of the times of the slowest stage, and of the largest U, in a band whose ways are listed."""
+"""Most halvings of the ranges of the slowest stage's time and of the largest U, in a band whose ways are listed."""
 _WEIGHT_SHARE = 1 - 2.0**-40
-"""Weights count a little less, so that those that add up to a coefficient but for rounding are no more than it."""
+"""Weights count a little less, so that weights that add up to a coefficient except for rounding do not exceed it."""
 _BY_STAGE = ("slowest_weights", "exposed_weights", "prices")
 
 
@@ -43,7 +43,7 @@ Ways = Callable[[Fraction], Iterable[Way]]
 
 
 class Treatments(NamedTuple):
-    """Treatments to treat a run of layers in a stage on a device group, a row each."""
+    """Ways to choose the options of a run of layers in a stage on a device group, one row each."""
 
     entered: Array
     layout: Array
@@ -100,7 +100,7 @@ def _listed(chain: Chain, stage_on_group: StageOnGroup, caps: Sequence[tuple[Dua
 def _objectives(chain: Chain) -> Array:
     """Return weights of A and U; a way that is no worse in all of these sums dominates another."""
     form, alone = chain.problem.closed_form, chain.problem.pp_size == 1
-    weights = np.array([[form.fill + form.steady, form.once]])  # Of one stage these make T.
+    weights = np.array([[form.fill + form.steady, form.once]])  # With one stage these make T.
     return weights if alone and weights.sum() * chain.longest_ps < bounds.EXACT else np.eye(2)
 
 
@@ -111,13 +111,13 @@ def _by_run(chain: Chain, caps: Array) -> Array:
 
 
 def _slack(caps: Array, whole: Array) -> Array:
-    """Return how much runs may cost more than their bounds [runs, rows, layouts in]."""
+    """Return by how much runs may exceed their bounds [runs, rows, layouts in]."""
     none = np.isinf(whole) | (caps == -np.inf)[:, None]
     return np.asarray(np.where(none, -np.inf, caps[:, None] - np.where(none, 0, whole)).max(-1))
 
 
 def _entered(chain: Chain, stage_on_group: StageOnGroup, before: int, rows: int) -> Treatments:
-    """Return the ways without a layer, in every layout that can be received."""
+    """Return the ways to begin a run, without any layer yet: one for every layout that can be received."""
     count, phases = chain.size if before < 0 else chain.problem.num_layouts, bounds.phases_of(chain, stage_on_group[0])
     held = np.zeros(count) if before < 0 else chain.problem.boundary_bytes[before]
     memory = np.array([[(in_flight + 2) * held] * 2 for in_flight, *_ in phases]).transpose(2, 0, 1)
@@ -133,7 +133,7 @@ def _longer(
     priced: Sequence[tuple[Array, MemoryPrice]],
     units: Sequence[float],
 ) -> Treatments:
-    """Return the ways extended by one more layer, the run's last, in every way that fits."""
+    """Return the ways extended by the run's last layer, with each of its options that fits."""
     group, phases, (*_, before, kind) = (
         chain.problem.device_groups[stage_on_group[1]],
         bounds.phases_of(chain, stage_on_group[0]),
@@ -171,7 +171,7 @@ def _ends(chain: Chain, stage_on_group: StageOnGroup, ways: Treatments, last: in
 
 
 def _undominated(ways: Treatments, weights: Array) -> Array:
-    """Return the ways that no other between the same layouts replaces: memory, and cost by all weights, are no less."""
+    """Return the ways that no other with the same layouts dominates in memory and in cost by all weights."""
     key, cost = ways.entered * (int(ways.layout.max(initial=0)) + 1) + ways.layout, ways.cost @ weights.T
     columns = np.hstack([np.stack([key, -key, ways.host], 1), cost, ways.memory[:, :, 0], ways.memory[:, :, 1]])
     left, kept = np.lexsort((*ways.memory[:, :, 1].T, cost[:, 0])), []
@@ -241,7 +241,7 @@ def band_holds(
 def _within(chain: Chain, ways: Array, weights: Array, ranges: Array, unit_ps: float) -> Array:
     """Return the least cost of listed ways in ranges [2, 2] of A' and U, as in `paths`.
 
-    A smaller U counts as the least.
+    A U below its range counts as the least of the range.
     """
     cost = np.column_stack([ways[:, 3], np.maximum(ways[:, 4], ranges[1, 0])]) @ weights
     least, on = np.full((len(chain.runs) + 1, chain.size, chain.size), np.inf), (ways[:, 3:] < ranges[:, 1]).all(1)

@@ -1,6 +1,6 @@
 """Makes certificates: dual values and bands by which the checker confirms the search's bound, or one near it.
 
-Nothing here has to be right for a certificate to be: what the checker does not confirm is not said.
+A certificate is valid even if something here is wrong: it claims only what the checker confirms.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ from shardwright_search.solver.stage_options import hull, slopes_of
 GAPS = (1e-9, 1e-4, 3e-4, 1e-3, 2e-3, 3e-3, 5e-3, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 0.9)
 """Shares by which the bound that is confirmed may be below the best plan, tried in this order."""
 _MAX_HALVINGS = 4
-"""A band is halved so many times, one within the other."""
+"""How often a band is halved at most, one half within the other."""
 _MAX_PRICES = 3
 _MAX_SLOPES = 8
 _BISECTIONS = 12
@@ -32,7 +32,7 @@ def certified(
 ) -> tuple[float, tuple[ConfigurationProof, ...]] | None:
     """Return a bound that all configurations are proven to keep, the highest of `GAPS`, and the proofs; None: none is.
 
-    `configurations`: the name of each, and the ways to prove a bound of it. `best_ps` is the best plan's.
+    `configurations`: the name of each, and the ways to prove a bound of it. `best_ps`: the time of the best plan.
     """
     proofs, gaps = [], iter(GAPS)
     gap = next(gaps)
@@ -81,7 +81,7 @@ class _Maker:
         self._times: Duals | None = None
 
     def bands(self) -> tuple[Band, ...] | None:
-        """Return bands of all plans, each confirmed; None where one was not."""
+        """Return bands that cover all plans, each confirmed; None if one was not confirmed."""
         whole = self._band(float(self._form.steady), None, (_FREE,) * self._stages)
         if self._holds(whole, 0.0, False):
             return (whole,)
@@ -222,7 +222,7 @@ class _Maker:
 
 
 def _between(prices: Sequence[MemoryPrice], best: MemoryPrice) -> tuple[MemoryPrice, ...]:
-    """Return prices of the best one's moment, between its neighbours."""
+    """Return prices between the neighbours of the best price, at the same moment of a stage."""
     known = sorted({price.ps_per_byte for price in prices})
     at = known.index(best.ps_per_byte)
     low, high = known[max(0, at - 1)], known[min(len(known) - 1, at + 1)]

@@ -136,9 +136,10 @@ def _within(
     tell: Callable[[str], None],
     limit_s: float,
 ) -> Within:
-    """Return the files that start the taken plan, and the best plan without the system's limits, in as much time.
+    """Return the files that start the taken plan, and the best plan without the system's limits, searched as long.
 
-    If that one is slower, having reduced gradients once a step alone, the system's own is the best of all.
+    If that plan is slower, because only gradients reduced once a step were searched, the system's own plan is the best
+    of all.
     """
     start = started(system, taken, question.is_tuned)
     try:
@@ -197,7 +198,7 @@ def _seldom(tell: Callable[[str], None]) -> Callable[[str], None]:
 
 
 def _priced_choice(text: str, question: Question) -> PricedChoice:
-    """Return a rule, or a choice of the user's, with its price."""
+    """Return the plan of a rule, or of the user's choice, with its price."""
     name = text.removeprefix(_RULE)
     if name == text:
         plan, notes = reading_of(text, question.setting)
@@ -220,7 +221,7 @@ def _rules_of_thumb(question: Question) -> Iterator[tuple[PricedChoice, ...]]:
 def _never_worse(
     answer: SearchAnswer, choices: Sequence[PricedChoice], question: Question, system: System | None
 ) -> SearchAnswer:
-    """Return a choice that fits, is quicker and runs in the system as the answer, where the search was stopped."""
+    """Return the answer; if the search was stopped, with a choice that fits, is quicker and runs in the system."""
     best = answer.chosen
     for choice in choices if answer.stopped else ():
         quicker = choice.estimate.simulated_step_time_s < best.evaluation.estimate.simulated_step_time_s

@@ -165,7 +165,7 @@ def _answers(questions: Sequence[WhatIf], time_limit_s: float | None) -> list[Wh
 
 
 def _check_made_by(search: _SearchFile, path: Path, plan: Plan, prediction: Prediction | None) -> None:
-    """Raise BadInput where the search file cannot be the one that made the plan."""
+    """Raise BadInput if the search file cannot be the one that made the plan."""
     request, remedy = search.request, "give the search file that made the plan"
     made_with = None if prediction is None else prediction.inputs_sha256.get("search")
     if made_with is not None and made_with != sha256_of_file(search.file):

@@ -47,7 +47,7 @@ class _Cells(NamedTuple):
     model: Model
     inputs: Inputs
     shared: str
-    """SHA-256 of all inputs of an answer but its search."""
+    """SHA-256 of all inputs of an answer except its search."""
 
     def key(self, search: SearchRequest) -> str:
         """Return the file name under which the answer of a search is stored."""
@@ -67,8 +67,8 @@ class _Cells(NamedTuple):
     def searched(self, search: SearchRequest, priced: dict[SearchRequest, Instance]) -> CellAnswer:
         """Search a cell of the grid and store the answer, unless more time may improve it.
 
-        A cell without a plan says why, and stops no other. `priced`: prices by what they rest on, which cells of other
-        budgets and batch sizes share.
+        A cell without a plan stores the reason, and does not stop the others. `priced`: prices by search without its
+        name, budget and batch size; cells that differ only in these share them.
         """
         alike = replace(search, name="alike", memory_gib=None, global_batch_size=1)
         key, file, time_limit_s, began_s = self.key(search), self.options.grid, self.options.time_limit, monotonic()

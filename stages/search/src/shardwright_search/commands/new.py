@@ -18,7 +18,7 @@ from shardwright_search.options import AdviseOptions, NewOptions
 
 _RANDOM = "random"
 _VOCABULARY = 32000
-"""Tokens of a tokenizer that is trained on the text, at most: Llama 2's."""
+"""The most tokens of a tokenizer that is trained on the text: as many as Llama 2's."""
 _TEMPLATE = """\
 # {model} on {gpus}, planned from shapes and published figures. In a clone of Shardwright:
 #   snakemake --cores all plans --configfile FILE      the plan, in seconds, on any machine
@@ -73,7 +73,7 @@ def _answered(options: NewOptions) -> NewOptions:
 
 
 def _asked(option: str, question: str) -> str:
-    """Return a line that is typed on a terminal; BadInput where there is none, or the line is empty."""
+    """Return a line that is typed on a terminal; BadInput if there is no terminal, or the line is empty."""
     answer = ""
     if sys.stdin is not None and sys.stdin.isatty():
         show(f"{question}:")
@@ -84,7 +84,7 @@ def _asked(option: str, question: str) -> str:
 
 
 def configuration_text(options: NewOptions) -> str:
-    """Return the configuration as YAML; raise BadInput where the model cannot be planned for the nodes."""
+    """Return the configuration as YAML; raise BadInput if the model cannot be planned for the nodes."""
     assert options.model and options.gpus and options.data
     preset, rate = read_presets()[options.model], options.inter_node_gbit_s
     advice = AdviseOptions(
@@ -113,7 +113,7 @@ def configuration_text(options: NewOptions) -> str:
 
 
 def _yaml(value: object) -> str:
-    """Return a value on one line of YAML, which reads JSON, but for halves of surrogate pairs."""
+    """Return a value on one line of YAML, which reads JSON, except for halves of surrogate pairs."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -142,7 +142,7 @@ def _cluster(machines: Machines) -> dict[str, object]:
 
 
 def _data(preset: Preset, options: NewOptions) -> dict[str, object]:
-    """Return the entry for data: images for models without a vocabulary, else texts, with images or speech."""
+    """Return the entry for data: images for models without a vocabulary, else text, with images or speech."""
     facts = FAMILIES[preset.config["model_type"]]
     read = facts.configured(preset.config)
     if "vocab_size" not in read:

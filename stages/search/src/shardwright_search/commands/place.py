@@ -22,7 +22,7 @@ _UNIT = 10**12
 
 
 class _Placed(NamedTuple):
-    """A layer's experts as they are placed, with loads of the fullest group over the mean group's."""
+    """A layer's experts as they are placed, with ratios of the fullest group's load to the mean group's."""
 
     layer: int
     groups: Groups
@@ -49,7 +49,7 @@ def place(options: PlaceOptions) -> None:
         show(wrapped(lines, line_width()))
         return
     inputs = read_inputs(ProfileOptions(hardware=options.hardware, profile=options.profile))
-    # Before as after by the mean shares: of placed experts the load has no peaks of single steps.
+    # Both predictions are by mean shares: for placed experts the load has no peaks of single steps.
     shares = replace(load, layers=tuple(replace(one, groups=()) for one in load.layers))
     profiles = inputs.profiles.each(lambda one: one._replace(load=LoadFile(options.load, shares)))
     then, now = evaluate(plan, profiles, timeline=False), evaluate(after, profiles)
@@ -94,7 +94,7 @@ def _groups_of(plan: Plan, layer: int, number: int) -> Groups:
 
 
 def _table(found: Sequence[_Placed]) -> Iterator[str]:
-    """Yield a line for each layer, and one on all."""
+    """Yield a line for each layer, and one for all."""
     yield "the fullest rank's positions over the mean rank's:"
     for one in found:
         gap = one.after / one.bound - 1

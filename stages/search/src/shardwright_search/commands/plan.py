@@ -97,7 +97,7 @@ def _answer(options: PlanOptions, given: _Given, report: Callable[[str], None]) 
 
 
 def _better_batches(question: WhatIf, answer: SearchAnswer, deadline: float) -> Iterator[str]:
-    """Yield a line for each batch size nearby that all devices divide, and that is much faster by the sample."""
+    """Yield a line for each nearby batch size that all devices divide and that is much faster per sample."""
     asked, estimate = answer.chosen.plan.global_batch_size, answer.chosen.evaluation.estimate
     for plan, evaluation in better_batches(question, answer, deadline):
         gives = f"{evaluation.estimate.samples_per_s:.6g} samples/s in place of {estimate.samples_per_s:.6g}"

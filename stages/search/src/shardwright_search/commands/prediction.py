@@ -38,7 +38,7 @@ class Inputs(NamedTuple):
 def read_inputs(options: ProfileOptions) -> Inputs:
     """Read the profiles, with the load of experts and the correction applied, if given.
 
-    Raises BadInput where the correction was learned from other profiles.
+    Raises BadInput if the correction was learned from other profiles.
     """
     hardware, profile, correction = options.hardware, options.profile, options.correction
     profiles = read_profiles(hardware, profile)
@@ -72,7 +72,7 @@ def read_inputs(options: ProfileOptions) -> Inputs:
 def progress() -> Iterator[Callable[[str], None]]:
     """Yield a function that reports a line: one live line on a terminal, plain lines on standard error otherwise.
 
-    Meanwhile SIGTERM, with which schedulers end a job, is as Ctrl-C: a search then ends with the best plan so far.
+    Meanwhile SIGTERM, with which schedulers end a job, acts as Ctrl-C: a search then ends with the best plan so far.
     """
     with ExitStack() as ends:
         ends.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
@@ -135,7 +135,7 @@ def prediction_of_searched(
 ) -> Prediction:
     """Return the prediction of a searched plan, with its proof and the requested runners-up.
 
-    `budgets_bytes` is the budget of a rank of each pipeline stage.
+    `budgets_bytes`: the budget of a rank of each pipeline stage.
     """
     plan, evaluation = answer.chosen
     unsearched = [f"not searched: {line}" for line in left_out(request, plan.model, plan.cluster)]
@@ -164,14 +164,14 @@ def runners_up_of(candidates: Sequence[Candidate]) -> tuple[RunnerUp, ...]:
 
 
 def _unlisted(answer: SearchAnswer) -> Iterator[str]:
-    """Yield a warning where a part of the space was not searched."""
+    """Yield a warning if a part of the space was not searched."""
     if answer.unlisted is not None:
         remedy = "of these equal widths alone were searched: limit pp_sizes, or list stage_widths"
         yield f"{answer.unlisted.text}, which leaves the gap; {remedy}"
 
 
 def _communicators(answer: SearchAnswer, request: SearchRequest) -> Iterator[str]:
-    """Yield warnings where a plan is beyond the budget with its communicators, as of sub-clusters of a front."""
+    """Yield a warning for each stage that exceeds its budget with its communicators, as on sub-clusters of a front."""
     budgets = budgets_of(request, answer.chosen.plan.cluster, Path(request.name))
     for number, over in enumerate(over_bytes(answer.chosen.plan, answer.chosen.evaluation.estimate, budgets)):
         if over > 0:

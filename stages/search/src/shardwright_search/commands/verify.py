@@ -61,7 +61,10 @@ def verify(options: VerifyOptions) -> None:
 
 
 def _claim(options: VerifyOptions, bound_ps: float, plan: Plan, plan_ps: int | None) -> str:
-    """Return what is confirmed of plans without split backward passes; `plan_ps`: of the plan, if it has none."""
+    """Return, in words, what is confirmed of plans without split backward passes.
+
+    `plan_ps`: the closed form of the plan's step; None: the plan has split backward passes.
+    """
     others = " without split backward passes" if plan_ps is None else ""
     words = f"verified: no plan{others} takes less than {_least_ms(bound_ps)} ms a step of "
     words += f"{plan.global_batch_size} samples (closed form)"
@@ -74,7 +77,7 @@ def _claim(options: VerifyOptions, bound_ps: float, plan: Plan, plan_ps: int | N
 
 
 def _split_claim(options: VerifyOptions, bound_ps: float, plan: Plan, plan_ps: int) -> str:
-    """Return what is confirmed of plans with split backward passes, beside a plan's simulated time."""
+    """Return, in words, what is confirmed of plans with split backward passes, compared with a plan's time."""
     if plan.schedule.splits and plan_ps < bound_ps:
         raise BadInput(options.certificate, f"its bound exceeds the simulated step time of {options.plan}", _ANEW)
     more = f"more than {_most_percent(plan_ps, bound_ps)}% " if plan_ps > bound_ps else ""
@@ -136,7 +139,7 @@ def _not_compared(options: VerifyOptions) -> str:
 def _check_proofs(
     file: Path, given: Sequence[ConfigurationProof], configurations: Iterable[tuple[str, Ways]], bound_ps: float
 ) -> int:
-    """Return the number of configurations; BadInput where one is missing, or its proof does not hold."""
+    """Return the number of configurations; BadInput if one is missing, or its proof does not hold."""
     proofs = {proof.configuration: proof for proof in given}
     if len(proofs) < len(given):
         raise BadInput(file, "has several proofs of one configuration", _ANEW)
@@ -165,7 +168,7 @@ def check_certifiable(request: SearchRequest, file: Path) -> None:
 def problems_of(space: SearchSpace, batch_size: int) -> Iterator[tuple[str, Ways]]:
     """Yield each configuration's name, and the one way to prove a bound of it.
 
-    The bound is on the time of a step of the given batch size; other steps take as much for a sample.
+    The bound is on the time of a step of the given batch size; for other batch sizes it is the same per sample.
     """
     space.check_listed("no certificate")
     for target in space.targets:
@@ -180,7 +183,7 @@ def problems_of(space: SearchSpace, batch_size: int) -> Iterator[tuple[str, Ways
 
 
 def split_problems_of(space: SearchSpace, batch_size: int) -> Iterator[tuple[str, Ways]]:
-    """Yield the same of each pipeline with split backward passes: ways by a mean of stages, and by the slowest."""
+    """Yield each pipeline's name with split backward passes, and its ways: by a mean of stages, and by the slowest."""
     space.check_listed("no certificate")
     for schedule in (each for each in space.instance.request.schedules if each.splits):
         for target in split_targets(space, schedule) or ():

@@ -16,7 +16,7 @@ from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles, Scaling, scaled
 
 _FEWEST_PLANS = 3
-"""The median of fewer is an extreme or a mean."""
+"""With fewer plans a factor is called thin: their median is an extreme or a mean."""
 _REDUCTIONS = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)
 
 
@@ -28,16 +28,17 @@ class Evidence(NamedTuple):
     measured: float
     predicted: float
     limit: float = inf
-    """The largest value to which a correction may raise the prediction: for memory, the rank's device, as the plan
-    ran."""
+    """The largest value to which a correction may raise the prediction: for memory, the bytes of the rank's device, as
+    the plan ran on it."""
 
 
 def evidence_of(measured: PlanMeasurement, profiles: Profiles) -> tuple[Evidence, ...]:
-    """Return the ratio of measurement to prediction, for all terms that a measured plan can distinguish.
+    """Return measurement and prediction of all terms that a measured plan can distinguish, for each rank.
 
-    With one microbatch backward and reduction are one, and so neither is there; nor is a reduction that each microbatch
-    does, whose predicted time is subtracted from backward. Times are as long as they would have been on the machine as
-    fast as it was profiled. Raises BadInput as `evaluate` does.
+    With one microbatch, backward pass and reduction cannot be told apart, so only the forward pass and memory are
+    returned. A reduction after each microbatch is not returned: its predicted time is subtracted from the backward
+    pass. Measured times are divided by the machine's slowdown since it was profiled. Raises BadInput as `evaluate`
+    does.
     """
     stages = evaluate(measured.plan, profiles).estimate.stages
     slowdown = measured.slowdown(profiles.reference_s)
@@ -68,7 +69,7 @@ def learned(evidence: Iterable[Evidence]) -> tuple[dict[Term, CorrectionFactor],
         if not ratios:
             warnings.append(f"{term}: no measured plan distinguishes it, so that it stays as predicted")
             continue
-        # At the end of a step every rank waits for the slowest: the one that waited least tells the time itself.
+        # At the end of a step every rank waits for the slowest: the rank that waited least shows the time itself.
         plans = [min(ranks) if term is Term.STEP_END else median(ranks) for ranks in ratios.values()]
         if (factor := median(plans)) <= 0:
             warnings.append(f"{term}: noise outweighs it in the measured plans, so that it stays as predicted")
@@ -109,7 +110,8 @@ def check_learned_from(correction: Correction, file: Path, hardware: Path, profi
 def corrected(profiles: Profiles, correction: Correction) -> Profiles:
     """Return the profiles with each time multiplied by its term's factor.
 
-    Reductions are corrected in their collectives, too. Memory's factor is of a sum, which `memory_factor` keeps for it.
+    The collectives of reductions are corrected, too. The factor of memory applies to a rank's total: it becomes part of
+    `memory_factor`.
     """
     sync, end = factor_of(correction, Term.GRADIENT_SYNC), factor_of(correction, Term.STEP_END)
     scaling = Scaling(
@@ -127,7 +129,7 @@ def corrected(profiles: Profiles, correction: Correction) -> Profiles:
 def _terms(
     measured: PlanMeasurement, rank: RankMeasurement, stage: StagePrediction, overhead_s: float
 ) -> Iterator[tuple[Term, float, float]]:
-    """Yield each term that this rank can distinguish: measured, and predicted for its pipeline stage."""
+    """Yield each term that this rank can distinguish, with its measurement and its stage's prediction."""
     terms = stage.time_terms_s
     # Half of what is gathered and moved comes in forward, half in backward; neither is corrected here.
     overlapped_s = (terms["gathers"] + terms["redistribution"]) / 2
@@ -145,11 +147,10 @@ def _terms(
 
 
 def _step_end_s(rank: RankMeasurement, repeat: int) -> float:
-    """Return the time of a step in one repeat that is neither a pass, nor waiting for messages, nor a reduction.
+    """Return the seconds of a step in one repeat that are neither passes, nor waiting for messages, nor reduction.
 
-    That is the optimizer's step and what is around it.
-
-    A profile keeps the optimizer's fixed part in the step's overhead, so that the two are only known together.
+    They are the optimizer's step and the overhead around it. As a profile counts the optimizer's fixed part in the
+    step's overhead, the two are only known together.
     """
     backward_s: dict[int, float] = {}
     for each in rank.passes:

@@ -44,7 +44,7 @@ class StageTopology(NamedTuple):
 
     @property
     def type_names(self) -> tuple[str, ...]:
-        """Its node types, in the order of their names."""
+        """The node types of its ranks, sorted by name."""
         return tuple(sorted({*self.node_types} or {self.node_type}))
 
     def ranks_on(self, node_type: str) -> int:
@@ -71,9 +71,9 @@ class DataGroupKinds(NamedTuple):
     """The kinds of a stage's data-parallel groups, whose ranks have equal tensor-parallel index."""
 
     shards: tuple[GroupKind, ...]
-    """Kinds of the groups of neighbours among them that share a layer's states out."""
+    """Kinds of the groups of neighbours over which a layer's states are sharded."""
     replicas: tuple[GroupKind, ...]
-    """Kinds of the groups that hold the same part."""
+    """Kinds of the groups of ranks that hold the same shard."""
 
 
 @lru_cache(maxsize=4096)
@@ -86,7 +86,10 @@ def data_group_kinds(topology: StageTopology, axes: ParameterAxes) -> DataGroupK
 
 
 def kinds_of(topology: StageTopology, groups: Iterable[Sequence[int]] | np.ndarray) -> tuple[GroupKind, ...]:
-    """Return the kinds of equally large groups of ranks, counted inside the stage, with a rank of the node type."""
+    """Return the kinds of groups of one size; ranks are numbered within the stage.
+
+    If the stage spans node types, only groups with a rank on the requested type count.
+    """
     nodes = np.repeat(np.arange(len(topology.on_each_node)), topology.on_each_node)
     members = groups if isinstance(groups, np.ndarray) else list(groups)
     if topology.node_types:
@@ -116,10 +119,10 @@ class Slowdowns(NamedTuple):
 def collective_time(
     profiles: Profiles, collective: Collective, kinds: Iterable[GroupKind], num_bytes: float
 ) -> Duration:
-    """Return the time of a collective that groups of these kinds run at once: the slowest kind's.
+    """Return the time of a collective that groups of these kinds run at once: the time of the slowest kind.
 
     `num_bytes` is the full tensor, as defined by `Collective`. A group of one rank, or no bytes, takes no time.
-    Raises BadInput when the hardware profile has neither such groups nor larger ones.
+    Raises BadInput if the hardware profile has neither such groups nor larger ones.
     """
     keys = (CollectiveKey(collective, *kind) for kind in kinds if num_bytes > 0 and kind.size > 1)
     return longest([Duration(0.0), *(_on_curve(profiles, key, num_bytes) for key in keys)])
@@ -137,8 +140,8 @@ def send_kind_time(profiles: Profiles, consecutive: bool, across_nodes: bool, nu
 def exchange_time(profiles: Profiles, consecutive: bool, across_nodes: bool, num_bytes: float) -> Duration:
     """Return the time of a step of a ring, in which each rank sends a message and receives one.
 
-    It is that of a message one way, times what a message each way was measured to take over it, at least 1 and linear
-    in the logarithm of the bytes; 1 if overlap of sends was not measured.
+    It is the time of a message one way, times the measured ratio of two simultaneous messages, one each way, to one
+    message. This ratio is at least 1 and linear in the logarithm of the bytes; 1 if overlap of sends was not measured.
     """
     one_way = send_kind_time(profiles, consecutive, across_nodes, num_bytes)
     log_bytes, factors = _both_ways(profiles.hardware, across_nodes)
@@ -150,9 +153,9 @@ def exchange_time(profiles: Profiles, consecutive: bool, across_nodes: bool, num
 
 @lru_cache(maxsize=16)
 def _both_ways(hardware: HardwareProfile, across: bool) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return log bytes, ascending [sizes], and the ratio of a simultaneous send and receive to a send alone [sizes].
+    """Return log bytes, ascending [sizes], and the ratio of a simultaneous send and receive to one send [sizes].
 
-    Both are of neighbours, inside a node or across nodes.
+    Both were measured between neighbours, inside a node or across nodes.
     """
     key = CollectiveKey(Collective.P2P, 2, 1 if across else 2, True)
     ratios: dict[int, list[float]] = {}
@@ -166,7 +169,7 @@ def _both_ways(hardware: HardwareProfile, across: bool) -> tuple[NDArray[Any], N
 
 
 def longest(durations: Iterable[Duration]) -> Duration:
-    """Return the longest of several durations, all of which must be over."""
+    """Return the longest of several simultaneous durations."""
     return max(durations, key=lambda duration: duration.time_s)
 
 
@@ -184,8 +187,8 @@ def slowdowns_of(
 ) -> Slowdowns | None:
     """Return the largest slowdowns among groups of these kinds, for a message of this size.
 
-    Linear in the logarithm of the bytes between measured sizes, the nearest size's beyond. None if nothing was
-    measured: then nothing overlaps.
+    Between measured sizes they are interpolated linearly in the logarithm of the bytes; beyond them the nearest size's
+    apply. None if nothing was measured: then nothing is taken to overlap.
     """
     curves = (_slowdown_curve(profiles.hardware, collective, kind.size, kind.across_nodes) for kind in kinds)
     return largest_slowdowns(None if curve is None else _slowdowns_at(curve, num_bytes) for curve in curves)
@@ -211,9 +214,8 @@ def _slowdown_curve(
 ) -> _SlowdownCurve | None:
     """Return the median slowdowns by message size, over the computations that were timed during the collective.
 
-    They are of the rows of sends or of other collectives, this link, inside a node or across nodes, this collective and
-    this group size, in that order of importance: what no row agrees in is passed over. Sizes that are not known count
-    only where no other is.
+    Rows are selected by these criteria in turn: sends, or other collectives; inside a node, or across nodes; this
+    collective; this group size; a known message size. A criterion that none of the remaining rows meets is skipped.
     """
     table = hardware.overlap
     if not len(table):
@@ -247,8 +249,8 @@ def largest_slowdowns(slowdowns: Iterable[Slowdowns | None]) -> Slowdowns | None
 def overlapped_time(compute_s: float, collective: Duration, slowdowns: Slowdowns | None) -> float:
     """Return the time that a collective adds to a computation if they start together.
 
-    Each runs slowed down until the shorter is over, the other then continues alone. Without slowdowns they do not
-    overlap.
+    Both run slowed down until the shorter one is over; the other then continues at full speed. Without slowdowns they
+    do not overlap.
     """
     collective_s = collective.time_s
     if slowdowns is None or collective_s == 0:
@@ -289,7 +291,7 @@ Nodes = tuple[int, ...]
 
 
 class _AllToAll(NamedTuple):
-    """The exchanges of one change of layout that cost the same: the groups' kind, and the most that a rank sends."""
+    """The exchanges of one change of layout among groups of one kind: that kind, and the most that a rank sends."""
 
     kind: GroupKind
     numel_per_sample: float
@@ -307,8 +309,8 @@ def redistribution_time(
 ) -> Duration:
     """Return the time to change a micro-batch's tensors from one layout to another, in one direction.
 
-    A pass is one all_to_all per tensor on each closed group. A full all_to_all of n ranks sends (n-1)/n of its bytes
-    to others; so a rank that sends x bytes waits as for a message of x n/(n-1) bytes.
+    It is one all_to_all per tensor on each closed group. A full all_to_all of n ranks sends (n-1)/n of its bytes to
+    others; so a rank that sends x bytes takes as long as in a full all_to_all of x n/(n-1) bytes.
     """
 
     def moved(tensor: BoundaryTensor) -> Duration:
@@ -350,8 +352,8 @@ def handover_time(
 ) -> Duration:
     """Return the time to pass a micro-batch to a stage of another width: the longer of forward and backward.
 
-    Each rank sends pieces to several others at once. The busiest one counts: all that it sends, or gets, as one
-    message, which goes across nodes if a part of it does. `nodes` are those of both stages.
+    Each rank sends pieces to several others at once. The busiest rank counts: all that it sends, or receives, as one
+    message, which goes across nodes if a part of it does. `nodes`: the nodes of both stages' ranks.
     """
     times = samples // common_samples(source, target)
 
@@ -369,7 +371,8 @@ def _busiest(
 ) -> tuple[tuple[bool, int], ...]:
     """Return the most positions that a rank sends or receives, forward or backward, inside a node and across nodes.
 
-    They are of as many samples as both layouts can divide; shares are exact, so all scales with the samples.
+    They are counted for `common_samples`, which both layouts can divide; shards are exact, so numbers of positions are
+    proportional to the samples.
     """
     samples = common_samples(source, target)
     most: dict[bool, int] = {}
@@ -389,10 +392,10 @@ def _busiest(
 def _all_to_alls(
     topology: StageTopology, source: Layout, target: Layout, sequence_length: int, features: int
 ) -> tuple[_AllToAll, ...]:
-    """Return the all_to_alls of a change of layout, for one sample: kinds of groups, and bytes.
+    """Return the all_to_alls of a change of layout: kinds of groups, and elements per sample.
 
-    Shares are exact, so all scales with the samples. If the groups of both layouts are neighbours, ranks only
-    exchange inside blocks of lcm(tp, tp') of them, all alike.
+    Shards are exact, so elements are proportional to the samples. If the groups of both layouts are neighbours, ranks
+    exchange only inside blocks of lcm(tp, tp') ranks, which are all alike.
     """
     block = common_block(source, target)
     inner = source._replace(stage_size=block), target._replace(stage_size=block)

@@ -22,7 +22,7 @@ class ComputeCost(NamedTuple):
     figures: LayerFigures[float]
     warning: str | None
     attention: Passes = (0.0, 0.0)
-    """The part of both passes that is spent on attention scores, if ranks hold parts of the positions."""
+    """The seconds of both passes that are spent on attention scores, if positions are split over ranks."""
 
 
 def slowest_compute(costs: Sequence[ComputeCost]) -> ComputeCost:
@@ -43,8 +43,8 @@ def joined_warnings(warnings: Iterable[str | None]) -> str | None:
 def probed_tp_size(profiled: Iterable[int], degree: int, node_devices: int) -> int:
     """Return the profiled tensor-parallel degree for a degree: itself, if profiled or if a node can measure it.
 
-    A group that does not divide the devices of a node is in no probe. Its ranks compute and hold less than those of
-    fewer ranks do: the largest profiled degree below it is what it is rounded up to.
+    No probe has a group whose size does not divide the devices of a node. As its ranks compute and hold less than the
+    ranks of a smaller group, its costs are rounded up to the costs of the largest profiled degree below it.
     """
     if node_devices % degree == 0 or degree in (known := set(profiled)):
         return degree
@@ -93,7 +93,7 @@ def _to_measure(profiles: Profiles, key: LayerKey, micro_batch_size: int) -> str
         if other.without("sequence_length") == strategy
     ]
     settings = [] if any(micro_batch_size in sizes for sizes in alike) else ["add it to micro_batch_sizes"]
-    # At further lengths `grid: fewest` measures the smallest size alone.
+    # At further lengths `grid: fewest` measures only the smallest size.
     settings += ["set grid to full"] if any(len(sizes) > len(here) for sizes in alike) else []
     changed = " and ".join(settings or ["set grid to full"])
     return f"{changed} in the profile settings and measure the probes again"
@@ -102,7 +102,7 @@ def _to_measure(profiles: Profiles, key: LayerKey, micro_batch_size: int) -> str
 def expert_cost(profiles: Profiles, key: ExpertKey, rows: float) -> ComputeCost:
     """Return the cost of one rank's experts for a number of rows, interpolated, or extrapolated with a warning.
 
-    Raises BadInput when the profile does not have experts by themselves, or not so many of them.
+    Raises BadInput if the profile does not have experts by themselves, or not this number of them.
     """
     if (points := profiles.experts.get(key)) is None:
         known = any(other.type == key.type for other in profiles.experts)
@@ -123,8 +123,8 @@ def expert_cost(profiles: Profiles, key: ExpertKey, rows: float) -> ComputeCost:
 def with_experts(rest: ComputeCost, replayed_bytes: float, experts: ComputeCost) -> ComputeCost:
     """Return the cost of a layer as the sum of its experts' cost and the remainder.
 
-    Times and kept bytes add up. While experts work in a backward pass, there is also what was `replayed_bytes` of the
-    rest before them.
+    Times and kept bytes add up. While experts work in a backward pass, the rank also holds `replayed_bytes`: the
+    recomputed activations of the rest before them.
     """
     forward_s, backward_s, activation_bytes, _ = map(sum, zip(rest.figures, experts.figures, strict=True))
     workspace = max(rest.figures.workspace_bytes, replayed_bytes + experts.figures.workspace_bytes)
@@ -157,7 +157,7 @@ def _at(points: LayerPoints, size: float) -> LayerFigures[float] | None:
 
 
 def _is_possible(figures: LayerFigures[float], points: LayerPoints) -> bool:
-    """Return whether times are above 0, but for a backward pass that no measured size has."""
+    """Return whether times are above 0; the backward pass may take 0 if it does so at every measured size."""
     return figures.forward_s > 0 and (figures.backward_s > 0 or not points.values[:, 1].any())
 
 
@@ -177,7 +177,10 @@ def _beyond(key: LayerKey, points: LayerPoints, size: int) -> str | None:
 
 
 def _on_fits(profiles: Profiles, key: LayerKey, size: int, time_model: TimeModel) -> ComputeCost:
-    """Return the figures from the curves of a mode, or, with a warning, the nearest length's scaled by tokens."""
+    """Return the figures from the curves of a mode; without a curve, the nearest length's scaled by tokens.
+
+    A warning says so.
+    """
     nearest, strategy = _nearest_length(profiles, key), key.without("sequence_length")
     points = profiles.layers[nearest]
     plain = _at(points, size)
@@ -202,7 +205,7 @@ def _on_fits(profiles: Profiles, key: LayerKey, size: int, time_model: TimeModel
 
 
 def _on_curve(profiles: Profiles, key: LayerKey, quantity: str, size: int, time_model: TimeModel) -> float | None:
-    """Return the value of the mode's curve of a figure; None if the profile has none."""
+    """Return the value of a figure by the mode's curve; None if the profile has no such curve."""
     length = key.sequence_length
     for curve in profiles.fits.get(key.without("sequence_length"), ()):
         if curve.quantity != quantity:
@@ -220,7 +223,7 @@ def _on_curve(profiles: Profiles, key: LayerKey, quantity: str, size: int, time_
 
 
 def _nearest_length(profiles: Profiles, key: LayerKey) -> LayerKey:
-    """Return the key of the points whose length is nearest."""
+    """Return the profiled key with the nearest sequence_length that equals `key` otherwise; BadInput if none does."""
     alike = profiles.of_any_length(key)
     if not alike:
         raise BadInput(
@@ -246,7 +249,7 @@ class LossChunks(NamedTuple):
     ) -> LayerFigures[float]:
         """Return the figures of a head with chunks, from the figures of a head that computes all logits at once.
 
-        Logits are kept of one chunk; the backward pass repeats the forward one, and adds each chunk's gradients of
+        Only one chunk's logits are kept. The backward pass repeats the forward pass, and adds each chunk's gradients of
         matrices to sums in float32 at least, at the rate at which the optimizer's step was profiled to move bytes.
         """
         kind, axes, itemsize = self.model.types[HEAD], axes_of(strategy), ITEMSIZE[self.precision.compute]

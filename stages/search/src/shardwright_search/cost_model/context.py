@@ -1,7 +1,8 @@
 """Cost of layers under context parallelism: computation, messages and buffers.
 
-With n ranks, time and kept bytes are constant + linear b s/n + quadratic b s^2/n of the curve over lengths. Such
-figures are derived; if a probe ran with keys of n ranks on one device, its times over the derived ones correct them.
+With n ranks, time and kept bytes are constant + linear b s/n + quadratic b s^2/n, with the coefficients of the curve
+over lengths. Such figures are derived; if a probe ran with the keys of n ranks on one device, the ratio of its times to
+the derived ones corrects them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +36,7 @@ from shardwright_search.cost_model.profiles import Passes, Profiles
 from shardwright_search.cost_model.time_model import TimeModel
 
 _ACCUMULATED_BYTES = 4
-"""Bytes of a number of attention's merged output, and of the gradient of queries, while blocks add to it."""
+"""Bytes per element of attention's merged output, and of the gradient of queries, while blocks add to it."""
 
 
 def shared_layer_cost(
@@ -43,8 +44,8 @@ def shared_layer_cost(
 ) -> ComputeCost:
     """Return the cost, without messages, of a layer on one of `parts` ranks that split its positions.
 
-    Points of the share's own length stand for all but attention to other shares; without any, the curve over lengths.
-    Raises BadInput if the profile has no such curve.
+    Points measured at the shard's length give all costs except attention to other shards; without such points, the
+    curve over lengths does. Raises BadInput if the profile has no such curve.
     """
     if parts == 1:
         return layer_cost(profiles, key, micro_batch_size, time_model)
@@ -64,7 +65,7 @@ def shared_layer_cost(
 
 
 def _corrected(profiles: Profiles, type_name: str, parts: int, cost: ComputeCost) -> ComputeCost:
-    """Return a derived cost, corrected by the ratio that a probe of the nearest cp_size measured."""
+    """Return a derived cost, times the ratio of measured to derived time that a probe of the nearest cp_size has."""
     probed = [row for row in profiles.context if row.type == type_name]
     if not probed:
         return cost
@@ -92,7 +93,7 @@ def _curves(profiles: Profiles, key: LayerKey, parts: int) -> dict[str, FitRow]:
 def _on_joint_curves(
     profiles: Profiles, key: LayerKey, size: int, figures: LayerFigures[float], curves: Mapping[str, FitRow]
 ) -> LayerFigures[float]:
-    """Return figures, replaced by their joint curves where there are any; raise BadInput for a negative time."""
+    """Return figures, each replaced by its joint curve's value if it has one; raise BadInput for a negative time."""
     joint = {name: on_joint_curve(row, size, key.sequence_length) for name, row in curves.items()}
     if min(joint.values()) < 0:
         problem = f"{key}: the joint curve is negative at micro_batch_size {size}"
@@ -111,14 +112,14 @@ class SharedContext(NamedTuple):
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """Return the messages of a micro-batch."""
+        """Return the messages of this layer's context parallelism for one micro-batch, forward and backward."""
         kind = self.model.types[self.type_name]
         given = kind, self.strategy, self.samples, tensors_of(self.model, kind)
         return tuple(context_messages(*given, *self.itemsizes, 1))
 
     @property
     def is_ring(self) -> bool:
-        """Return whether keys and values go round the ranks."""
+        """Return whether keys and values are passed around a ring of ranks."""
         return isinstance(self.strategy, LayerStrategy) and self.strategy.context is ContextParallel.RING
 
     @property
@@ -136,8 +137,8 @@ class SharedContext(NamedTuple):
     def workspace_bytes(self) -> int:
         """Return the bytes of keys, values and gradients in transit, and of sums over blocks.
 
-        Gathered: both and their gradients, thrice while these are laid out and scattered; in a ring what is here and
-        what arrives, and the gradients here, arriving and sent.
+        If keys and values are gathered: these, and their gradients three times, while they are laid out and scattered.
+        In a ring: the block that is here and the one arriving, and the gradients here, arriving and being sent.
         """
         compute, reduce = self.itemsizes
         moved = (each.numel // each.ranks * (2 * compute + 3 * reduce) for each in self.attentions)
@@ -151,7 +152,7 @@ def context_times(
 ) -> tuple[Duration, ...]:
     """Return the time that the messages of context parallelism add to each kind of pass of a micro-batch.
 
-    `attention`: the time that each pass attends for. A gather comes before it, a ring's sends are overlapped with it.
+    `attention`: the seconds of attention in each pass. A gather comes before it; a ring's sends overlap with it.
     """
     if not (attentions := layer.attentions):
         return (Duration(0.0),) * len(Pass)
@@ -181,7 +182,7 @@ def _ring_times(
 ) -> tuple[Duration, ...]:
     """Return the time that a ring adds to each kind of pass.
 
-    Each step overlaps a block with a send, except the last, for gradients.
+    Each send overlaps with the attention to a block, except for the last send of gradients.
     """
     across = any(kind.across_nodes for kind in kinds)
     # Ranks of a node that lie in other rings send over the same network.
@@ -199,6 +200,6 @@ def _ring_times(
     forward_s, backward_s = (each / both.ranks for each in (attention[0], attention[1] - again * attention[0]))
     forward, home = step(forward_s, sent), exchange_time(profiles, alone, across, gradients)
     backward = in_turn([step(max(0.0, backward_s), sent + gradients), home, *([forward] if again else [])])
-    # A weight pass attends for nothing.
+    # A weight pass computes no attention.
     added = {Pass.FORWARD: forward, Pass.BACKWARD: backward}
     return tuple(added.get(during, Duration(0.0)) for during in Pass)

@@ -17,11 +17,11 @@ class LoadFile(NamedTuple):
     load: ExpertLoad
 
     def imbalance(self, model: Model, type_name: str, ep_size: int) -> float:
-        """Return the rows of the fullest of `ep_size` groups of experts over the mean group's."""
+        """Return the ratio of the fullest group's rows to the mean group's, for `ep_size` groups of experts."""
         return imbalances(self.load, model, ep_size)[type_name]
 
     def placed_imbalance(self, layer: int, groups: Sequence[Sequence[int]]) -> float:
-        """Return the same of the given groups of one layer's experts; raise BadInput if no run logged that layer."""
+        """Return this ratio for the given groups of one layer's experts; raise BadInput if the run did not log it."""
         for one in self.load.layers:
             if one.layer == layer:
                 return one.placed_imbalance(groups)
@@ -29,7 +29,7 @@ class LoadFile(NamedTuple):
         raise BadInput(self.path, problem, "give the load of a run that logged every layer")
 
     def check(self, model: Model) -> None:
-        """Raise BadInput if the load belongs to other experts than a model's."""
+        """Raise BadInput if the load does not belong to the experts of a model."""
         if (problem := load_misfit(self.load, model)) is not None:
             raise BadInput(self.path, f"does not fit: {problem}", "give the load of a run of this model")
 
@@ -38,10 +38,10 @@ class StatedLoad(NamedTuple):
     """A load of experts that is stated as one number for all layers."""
 
     ratio: float
-    """Rows of the fullest group over the mean group's, from 1."""
+    """Ratio of the fullest group's rows to the mean group's: at least 1."""
 
     def imbalance(self, _model: Model, _type_name: str, ep_size: int) -> float:
-        """Return the ratio, limited to `ep_size`, at which one group has all rows."""
+        """Return the ratio, but at most `ep_size`, with which one group has all rows."""
         return min(self.ratio, float(ep_size))
 
     def placed_imbalance(self, _layer: int, groups: Sequence[Sequence[int]]) -> float:
@@ -76,9 +76,9 @@ def read_load(text: str) -> Load:
 
 
 _MOST_EXACT = 16
-"""Experts that branch and bound is tried for, at most."""
+"""Most experts for which branch and bound is tried."""
 _MOST_NODES = 200_000
-"""Partial assignments that it looks at, at most."""
+"""Most partial assignments that branch and bound examines."""
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -94,7 +94,7 @@ class Assignment(NamedTuple):
 
 
 def assign(loads: Sequence[int], groups: int) -> Assignment:
-    """Return the assignment of experts with these loads to so many groups of equal size; `groups` divides them."""
+    """Return the assignment of experts with these loads to a number of groups of equal size, which divides them."""
     size = len(loads) // groups
     neighbours = [list(range(first, first + size)) for first in range(0, len(loads), size)]
     swapped = (_swapped(loads, each) for each in (neighbours, _longest_first(loads, groups)))
@@ -108,9 +108,10 @@ def assign(loads: Sequence[int], groups: int) -> Assignment:
 
 
 def lower_bound(loads: Sequence[int], groups: int) -> int:
-    """Return a load that the fullest of so many groups has at least, however experts are assigned.
+    """Return a load that the fullest group has at least, however experts are assigned.
 
-    The mean is one. Of the k x groups + 1 largest experts some group has k + 1; its others are at least the smallest.
+    The mean is such a load. So is, for each k, the least load of a group with k + 1 of the k x groups + 1 largest
+    experts, which some group must have; its other experts have at least the smallest loads.
     """
     size, ordered = len(loads) // groups, sorted(loads, reverse=True)
     smallest = [0, *accumulate(reversed(ordered))]
@@ -135,9 +136,10 @@ def _longest_first(loads: Sequence[int], groups: int) -> list[list[int]]:
 
 
 def _swapped(loads: Sequence[int], groups: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return groups after swaps of an expert of the fullest with one of another that leave both below the fullest.
+    """Return groups after swaps of an expert of the fullest group with one of another group.
 
-    Each lowers the sum of the groups' squares, so that they end; the swap with the lower maximum of both goes first.
+    A swap leaves both groups below the fullest load, and so lowers the sum of the loads' squares: swaps come to an end.
+    The swap with the lowest maximum of both loads goes first.
     """
     found = [list(group) for group in groups]
     sums = [sum(loads[expert] for expert in group) for group in found]
@@ -171,7 +173,7 @@ class _Search:
 
     @property
     def is_over(self) -> bool:
-        """Whether all were looked at."""
+        """Whether all assignments were examined or ruled out."""
         return self._nodes <= _MOST_NODES
 
     def _place(self, number: int) -> None:

@@ -36,7 +36,7 @@ def imbalance_of(profiles: Profiles, model: Model, type_name: str, strategy: Lay
 
 
 def placed_imbalance(profiles: Profiles, plan: Plan, number: int) -> float | None:
-    """Return the same ratio of a layer whose experts a plan places; None if it does not."""
+    """Return that ratio for a layer whose experts the plan places; None if it does not, or no load is known."""
     groups = plan.expert_placement[number] if plan.expert_placement else ()
     if not groups or profiles.load is None:
         return None
@@ -59,7 +59,7 @@ def even_load(model: Model, type_name: str, strategy: LayerStrategy, samples: in
 
 
 def is_exchange(message: Message) -> bool:
-    """Return whether a message takes rows to the ranks of their experts or back; a sum is one of counts."""
+    """Return whether a message takes rows to the ranks of their experts or back; an all-reduce only sums counts."""
     return message.cause is Cause.EXPERTS and message.collective is not Collective.ALL_REDUCE
 
 
@@ -75,7 +75,7 @@ def exchange_times(
 ) -> tuple[Duration, ...]:
     """Return the time in which rows are sent to their experts' ranks and back, in each kind of pass.
 
-    The fullest rank gets `fullest` times what others send, and they wait for it.
+    The fullest rank receives `fullest` times the rows of an even load, and the others wait for it.
     """
     grid, experts = strategy.expert_grid, model.types[type_name].experts
     assert grid is not None and experts is not UNSET
@@ -102,8 +102,8 @@ def exchange_times(
 def _once_a_node(profiles: Profiles, groups: Sequence[GroupKind], num_bytes: float, top_k: int) -> Duration:
     """Return the time of exchanges that send each position to a node once, and from there to each of its ranks once.
 
-    Of k choices among n places, n (1 - (1 - 1/n)^k) differ in the mean. What goes to other nodes and what goes on
-    inside of them do so at once: the longer of both counts (DeepEP's and HybridEP's kernels).
+    k choices among n places are n (1 - (1 - 1/n)^k) different places on average. Messages between nodes and messages
+    inside nodes are sent at once: the longer of both counts (DeepEP's and HybridEP's kernels).
     """
     position_bytes, worst = num_bytes / top_k, Duration(0.0)
     for group in groups:
@@ -126,10 +126,10 @@ def _different(places: int, choices: int) -> float:
 def beside_other_passes(
     profiles: Profiles, exchanges: Sequence[Duration], figures: LayerFigures[float]
 ) -> tuple[Duration, ...]:
-    """Return what exchanges add to both passes if they overlap with computation of another micro-batch.
+    """Return the time that exchanges add to each kind of pass if they overlap with another micro-batch's computation.
 
-    Both passes together hide what their computation is long enough for, slowed down as by other collectives; without
-    known slowdowns nothing overlaps.
+    Forward and backward pass together hide as much as their computation is long enough for, slowed down as by other
+    collectives; without known slowdowns nothing overlaps.
     """
     alone = in_turn(exchanges)
     slowdowns = slowdowns_of(profiles, Collective.ALL_TO_ALL, (GroupKind(2, 2, True),), 0)
@@ -139,7 +139,7 @@ def beside_other_passes(
 
 
 def host_floor(profiles: Profiles, type_name: str, strategy: Strategy, experts: int, pipelined: bool) -> Passes:
-    """Return the least time of both passes of a layer that its host needs; `experts` are the rank's."""
+    """Return the least seconds that the host needs for each pass of a layer; `experts`: the number on the rank."""
     recompute = strategy.recompute if isinstance(strategy, LayerStrategy) else Recompute.NONE
     plain, none = HostKey(type=type_name, recompute=recompute), (0.0, 0.0)
     started = [profiles.host.get(key, none) for key in (plain, replace(plain, experts=experts)) if experts]

@@ -97,11 +97,11 @@ class MovedActivations(NamedTuple):
     bytes: int = 0
     bytes_per_s: float = inf
     overlaps: bool = True
-    """Whether copies go beside computation, as between a GPU and its host."""
+    """Whether copies overlap with computation, as between a GPU and its host."""
 
     @property
     def workspace_bytes(self) -> int:
-        """Return the bytes on the device in the layer's own pass: of it, and of a neighbour that goes or comes."""
+        """Return the bytes on the device in the layer's own pass: its own, and as many of a neighbour being copied."""
         return 2 * self.bytes
 
     @property
@@ -110,7 +110,7 @@ class MovedActivations(NamedTuple):
         return self.bytes / self.bytes_per_s
 
     def pass_s(self, computed_s: float) -> float:
-        """Return the time of a pass, from that of its computation."""
+        """Return the seconds of a pass whose computation takes `computed_s`."""
         return max(computed_s, self.copied_s) if self.overlaps else computed_s + self.copied_s
 
 
@@ -124,18 +124,18 @@ class Turns(NamedTuple):
     ties: bool = False
     """Whether the one stage of the plan has embedding and head, and holds what they tie once."""
     placed: float | None = None
-    """Rows of the fullest rank over the mean rank's, of a layer whose experts are placed; None: as of its type."""
+    """Ratio of the fullest rank's rows to the mean rank's, if the layer's experts are placed; None: as for its type."""
 
 
 def has_other_passes(pp_size: int, num_microbatches: int, num_chunks: int) -> bool:
-    """Return whether Megatron-LM can overlap exchanges with another micro-batch: of one stage, or of several chunks."""
+    """Return whether Megatron-LM can overlap exchanges with another micro-batch: with one stage, or several chunks."""
     return num_microbatches > 1 and (pp_size == 1 or num_chunks > 1)
 
 
 _LONG_PS = 10**18
 """Longer than any gather."""
 PLAIN_TURNS = Turns()
-"""The turns of a plan whose shape changes nothing."""
+"""The turns of a plan whose shape does not change the costs of its layers."""
 
 
 class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
@@ -162,7 +162,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     ) -> Cost:
         """Return the cost of changing the outputs of a layer of a type from one layout to another, in one direction.
 
-        Forward goes from the layer's layout to the next one's, backward the other way round.
+        The forward pass changes the layer's layout to the next layer's, the backward pass the other way round.
         """
         if source == target:
             return Cost(0, None)
@@ -173,9 +173,9 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     def link(self, senders: Sequence[int], receivers: Sequence[int]) -> Link:
         """Return how two pipeline stages are placed: neighbouring ranks or not, across nodes if any pair is.
 
-        Ranks of stages of equal width are pairs in their order, of others each with each. A single rank that sends
-        across nodes does so as neighbours do: no other shares its node's network. A stage that spans node types sends
-        across nodes, all ranks of a node at once.
+        Ranks of stages of equal width form pairs in their order; otherwise each rank is paired with each. A single rank
+        that sends across nodes counts as a neighbour, because no other rank shares its node's network. A stage that
+        spans node types sends across nodes, all ranks of a node at once.
         """
         nodes, types = self.cluster.domain_of_rank, self.node_types_of(senders, receivers)
         if len(types) > 1 and any(len(self.node_types_of(ranks)) > 1 for ranks in (senders, receivers)):
@@ -208,7 +208,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     def turns(self, pp_size: int, num_microbatches: int, num_chunks: int) -> Turns:
         """Return the properties of a plan's shape that change the costs of layers, under these profiles.
 
-        An exchange overlaps with another micro-batch where there is one stage, or several chunks of each.
+        An exchange overlaps with another micro-batch if there is one stage, or several chunks in each stage.
         """
         overlaps, floors, ties = self._shape_counts
         return Turns(
@@ -219,7 +219,10 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_property
     def _shape_counts(self) -> tuple[bool, bool, bool]:
-        """Return whether exchanges overlap or pipelines have least times in any profile, and ties exist once in all."""
+        """Return whether any profile overlaps exchanges, any has least times of pipelines, and all hold ties once.
+
+        These are the properties of profiles that make costs depend on a plan's shape.
+        """
         each = self._profiles_by_type.values()
         overlaps = any(one.exchange is not None and one.exchange.overlapped for one in each)
         ties = self.model.has_copies and all(one.held.ties for one in each)
@@ -227,15 +230,15 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @property
     def step_overhead_s(self) -> float:
-        """Time outside the layers once a step, on the ranks where it is longest, and that of homes beyond the mean."""
+        """Seconds outside the layers once a step, on the ranks where they are most, and the excess of uneven homes."""
         return max(profiles.step_overhead_s for profiles in self._profiles_by_type.values()) + self._uneven_homes_s
 
     @cached_property
     def _uneven_homes_s(self) -> float:
-        """The longest update of a matrix, by which the fullest home may exceed the mean that layers are priced by.
+        """The seconds of the longest update of a matrix: the fullest home may exceed the mean update time by these.
 
-        Graham 1969 bounds the greedy assignment so, which also is what a stage takes that has fewer matrices than
-        ranks. Of stages of one rank it is too much.
+        Layers are priced by the mean. This is Graham's bound of 1969 on a greedy assignment of matrices to ranks, and
+        it also covers a stage with fewer matrices than ranks. For stages of one rank it is too much.
         """
         if not self.optimizer.whole_matrices or self.cluster.num_devices == 1:
             return 0.0
@@ -263,7 +266,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     ) -> Cost:
         """Return the cost of sending a layer type's outputs to a pipeline stage of another width, in one direction.
 
-        `nodes` are those of both stages' ranks, as `nodes_of` counts them, and `node_types` those of both stages.
+        `nodes`: the nodes of both stages' ranks, as `nodes_of` returns them; `node_types`: both stages' node types.
         """
         outputs, ends = self.model.types[type_name].outputs, map(self.profiles_on, node_types)
         layouts = source, target, samples
@@ -293,7 +296,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     ) -> LayerCost:
         """Return all costs of a layer of a type on a pipeline stage, for `samples` in a micro-batch.
 
-        Raises BadInput when a profile has no such point.
+        Raises BadInput if a profile has no such point.
         """
         reduces_every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
         compute, further, least = self._passes(type_name, of_passes(strategy), topology, samples, turns)
@@ -377,10 +380,10 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     def least_gather_ps(
         self, type_name: str, parts: Parts, topology: StageTopology, single_microbatch: bool
     ) -> Numbers:
-        """Return the least that a gather for one pass adds to any computation that it overlaps with [strategies]."""
+        """Return the least picoseconds that a gather adds to one pass, whatever it overlaps with [strategies]."""
         given = topology, single_microbatch, False
         costs = (self._all_parameters(type_name, each, *given).gather_each for each in parts.parameters)
-        # Linear in the computation until all of the gather is hidden, so least at either end, but for rounding.
+        # Linear in the computation until all of the gather is hidden, so least at either end, except for rounding.
         least = [max(0, min(map(gather_of(each).added_ps, (0, _LONG_PS))) - 1) for each in costs]
         return np.array(least, float)[parts.parameters_of]
 
@@ -392,9 +395,9 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     def _pass_numbers(
         self, type_name: str, strategy: Strategy, topology: StageTopology, samples: int, turns: Turns
     ) -> tuple[float, float, float, int, int, int]:
-        """Return seconds of forward and backward pass, and of the forward pass while the host's link is free.
+        """Return seconds: forward pass, backward pass, and the part of the forward pass with a free link to the host.
 
-        And bytes of activations, of workspace, and on the host.
+        Then bytes: activations, workspace, and activations on the host.
         """
         compute, further, least = self._passes(type_name, strategy, topology, samples, turns)
         figures, context = compute.figures, SharedContext(self.model, type_name, strategy, samples, self.precision)
@@ -410,7 +413,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         )
 
     def _moved(self, strategy: Strategy, topology: StageTopology, activation_bytes: float) -> MovedActivations:
-        """Return what a layer's micro-batch moves to the host and back, by the slowest link of the stage's nodes."""
+        """Return the activations of a micro-batch that a layer moves to the host and back; the slowest link counts."""
         if not (isinstance(strategy, LayerStrategy) and strategy.offloads_activations):
             return MovedActivations()
         rate = min(self._host_rate(name, "host_bytes_per_s") for name in topology.type_names)
@@ -458,7 +461,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     ) -> LayerParameters:
         """Return the costs of a layer's parameters, including experts that are sharded over ranks.
 
-        `tied`: without those that the embedding holds for the layer.
+        `tied`: without the parameters that the embedding holds for the layer.
         """
         groups = []
         for number, group in enumerate(parameter_groups(self.model.types[type_name], strategy)):
@@ -477,7 +480,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         single_microbatch: bool,
         tied: bool,
     ) -> ParameterCosts:
-        """Return the costs of a group of a layer's parameters, which are the same whatever is recomputed."""
+        """Return the costs of a group of a layer's parameters; they do not depend on recomputation."""
         reduces_every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
         profiles, states = self.profiles_on(topology.node_type), self._states(type_name, strategy, topology)
         given = profiles, self.model, self.precision, self.optimizer, reduces_every
@@ -501,7 +504,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         return rate
 
     def _states(self, type_name: str, strategy: Strategy, topology: StageTopology) -> StateRow:
-        """Return the profiled states of a layer's parameters, of the degree whose numbers serve."""
+        """Return the profiled states of a layer's parameters, at the profiled degree that `_probed` selects."""
         tp_size = self._probed(type_name, axes_of(strategy).dense.tensor.size, topology)
         return states_of(self.profiles_on(topology.node_type), type_name, tp_size)
 
@@ -524,7 +527,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_method
     def _probed(self, type_name: str, tp_size: int, topology: StageTopology) -> int:
-        """Return the tensor-parallel degree whose numbers serve."""
+        """Return the profiled tensor-parallel degree whose numbers are used for a degree."""
         profiled = (key.tp_size for key in self.profiles_on(topology.node_type).states if key.type == type_name)
         return probed_tp_size(profiled, tp_size, self._node_devices(topology))
 
@@ -536,7 +539,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         return shared_layer_cost(self.profiles_on(node_type), key, micro_batch_size, parts, self.time_model)
 
     def _fullest(self, profiles: Profiles, type_name: str, strategy: LayerStrategy, turns: Turns) -> float:
-        """Return the rows of the rank with the most over the mean rank's."""
+        """Return the ratio of the fullest rank's rows to the mean rank's."""
         return imbalance_of(profiles, self.model, type_name, strategy) if turns.placed is None else turns.placed
 
     def _beside_experts(
@@ -548,7 +551,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         samples: int,
         turns: Turns,
     ) -> ComputeCost:
-        """Return the cost of a layer with expert parallelism: its experts', and the remainder's."""
+        """Return the cost of a layer with expert parallelism: the sum of its experts' cost and the remainder's."""
         profiles = self.profiles_on(node_type)
         expert_key, rows = even_load(self.model, key.type, strategy, samples)
         experts = expert_cost(profiles, expert_key, rows * self._fullest(profiles, key.type, strategy, turns))
@@ -567,7 +570,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         compute: ComputeCost,
         turns: Turns,
     ) -> tuple[Duration, ...]:
-        """Return the time of messages that is not inside the layer's measured times, in each kind of pass."""
+        """Return the time of messages that the layer's measured times do not include, in each kind of pass."""
         profiles, times = self.profiles_on(topology.node_type), []
         times.append(self._further_traffic(type_name, strategy, topology, samples))
         context = SharedContext(self.model, type_name, strategy, samples, self.precision)
@@ -585,10 +588,10 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     def _further_traffic(
         self, type_name: str, strategy: Strategy, topology: StageTopology, samples: int
     ) -> tuple[Duration, ...]:
-        """Return the time of tensor and sequence parallelism in excess of the profiled one, in each kind of pass.
+        """Return the time by which messages of tensor and sequence parallelism exceed the profiled time, by pass.
 
-        They were profiled, and are inside the layer's times, among neighbours inside one node: of more ranks than a
-        node has, which an estimate alone can be of, as many as it has stand for them.
+        The layer's times include these messages as profiled: among neighbours inside one node. If there are more ranks
+        than a node has, which is only possible in an estimate, a whole node's ranks were profiled in their place.
         """
         sharers = axes_of(strategy).region
         groups = axis_group_kinds(topology, sharers)

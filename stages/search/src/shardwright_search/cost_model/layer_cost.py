@@ -39,7 +39,7 @@ class LayerCost(msgspec.Struct, frozen=True, kw_only=True):
     """Costs of one layer on one rank; times in picoseconds."""
 
     forward_ps: int
-    """One microbatch, tensor and sequence parallel traffic included; so is backward."""
+    """One microbatch's forward pass, with messages of tensor and sequence parallelism; likewise the backward pass."""
     backward_ps: int
     gather_forward_ps: int
     """Time that an overlapped ZeRO-3 gather adds to the forward pass of each microbatch; likewise the backward pass."""
@@ -53,8 +53,8 @@ class LayerCost(msgspec.Struct, frozen=True, kw_only=True):
     slowdowns: Slowdowns | None
     """Slowdowns of the backward pass and the reduction when they overlap; None if they were not measured."""
     overlapped_ps: int
-    """Time by which they lengthen the last backward pass, by the measured slowdowns; part of `sync_ps`, without
-    overheads."""
+    """Time by which the reduction lengthens the last backward pass, by the measured slowdowns; part of `sync_ps`,
+    without overheads."""
     sync_ps: int
     """Once a step: what gradient reduction adds, ZeRO-2's gather, and sums of replicated parameters' gradients."""
     optimizer_ps: int
@@ -64,7 +64,7 @@ class LayerCost(msgspec.Struct, frozen=True, kw_only=True):
     host_activation_bytes: int = 0
     """Activations of one microbatch that are in host memory."""
     workspace_bytes: int
-    """Held for a moment, in the layer's own forward or backward pass."""
+    """Bytes held for a moment, in the layer's own forward or backward pass."""
     warnings: tuple[str, ...]
 
     @property
@@ -99,7 +99,7 @@ def picoseconds(time_s: float) -> int:
     return round(time_s * 1e12)
 
 
-# The parts of a strategy that prices depend on: strategies that differ elsewhere are priced once.
+# The parts of a strategy that prices depend on: strategies with an equal part share its price.
 
 
 H = TypeVar("H", bound=Hashable)

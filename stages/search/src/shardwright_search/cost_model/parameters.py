@@ -1,10 +1,10 @@
 """Costs of a layer's parameters, independent of the micro-batch: memory, and data parallelism's collectives.
 
-Memory is as this project's runtime holds it, which leaves most to FSDP2, or as another one's habits are (`Held`).
+Memory is counted as this project's runtime holds it, mostly by FSDP2, or as another runtime does (`Held`).
 
-P: parameters of a rank's share of a layer before ZeRO (under Ulysses the whole layer), of which gradients, the
-optimizer's states and reductions count the trained ones; w: the ranks that share them by data parallelism (of a shard
-group); s, c, r: bytes of a number as stored, computed with and reduced. P/w is rounded up to FSDP2's shards.
+P: parameters of a rank's share of a layer before ZeRO (under Ulysses the whole layer); for gradients, optimizer states
+and reductions, only the trained ones. w: the number of ranks over which data parallelism shards them (a shard group).
+s, c, r: bytes of a number as stored, computed with and reduced. P/w is rounded up to FSDP2's shards.
 """
 
 from collections.abc import Sequence
@@ -52,18 +52,18 @@ from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.step.pareto import Numbers
 
 _ORDERS = 2
-"""Copies of a matrix in FP8 or NVFP4: as products of the forward pass and of the backward pass read it."""
+"""Copies of a matrix in FP8 or NVFP4: one as the forward pass's matrix products read it, one for the backward pass."""
 
 
 class HostRates(NamedTuple):
     """Rates of a device's host, while it works for all devices of its node."""
 
     bytes_per_s: float
-    """Of copies, one way."""
+    """Bytes copied per second, one way."""
     overlaps: bool
     """Whether copies of states overlap with computation, as between a GPU and its host."""
     updates_per_s: float | None = None
-    """Parameters that it updates; None: the device does."""
+    """Parameters that the host updates per second; None: the device updates them."""
 
 
 class ParameterMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,17 +74,17 @@ class ParameterMemory(msgspec.Struct, frozen=True, kw_only=True):
     gathered_parameters: int
     """Compute copies that stay for the whole step: cP under ZeRO-2 and DDP, unless the stored ones are used directly.
 
-    Copies in FP8 or NVFP4 come on top where the runtime does not compute with parameters in these themselves.
+    Copies in FP8 or NVFP4 come on top if the runtime keeps them in addition to the parameters.
 
-    Under ZeRO-3 that is the gather buffer of the model's first layer, which FSDP2 keeps until the next gather.
+    Under ZeRO-3 only the model's first layer has any: its gather buffer, which FSDP2 keeps until the next gather.
     """
     gradients: int
     """Gradients of a backward pass: rP under DDP and while several microbatches are summed up; sP/w when sharded.
 
-    In the last backward pass reduced gradients take the place of unreduced ones layer by layer. Of a sharded first
-    layer that reduces every microbatch the reduction's buffer, rP, is kept until the next microbatch's first reduction.
-    Replicas of shards keep what they have summed, rP/w, until the backward pass is over, which is the gradient itself
-    where both formats are one.
+    In the last backward pass reduced gradients take the place of unreduced ones layer by layer. If every microbatch is
+    reduced, the reduction's buffer of a sharded first layer, rP, is kept until the next microbatch's first reduction.
+    Replicas of shards keep what they have summed, rP/w, until the backward pass is over; if both formats are the same,
+    that is the gradient itself.
     """
     gradient_buffer: int = 0
     """Gradients of runtimes that hold all of them, unsharded, for the whole step: rP, and cP in addition to a wider r.
@@ -94,27 +94,27 @@ class ParameterMemory(msgspec.Struct, frozen=True, kw_only=True):
     gradient_sums: int
     """Accumulated gradients of earlier microbatches on replicas that reduce every microbatch: sP.
 
-    What that one makes is on its way until the next backward pass of the stage begins.
+    The gradients that the last microbatch made are being reduced until the next backward pass of the stage begins.
     """
     optimizer: int
     """The optimizer's states of the shard."""
     host: int = 0
-    """Those of offloaded layers, which are in host memory, with parameters that the host updates."""
+    """The optimizer's states in host memory, if the layer is offloaded, and parameters that the host updates."""
     buffers: int
     """FSDP2's buffers for a layer's collectives while the layer runs: 2cP for gathers under ZeRO-3, rP for reductions.
 
-    If an update of whole matrices, or the copies of offloaded states, take more after the passes, that counts.
+    If an update of whole matrices, or copies of offloaded states, take more memory after the passes, that counts.
 
-    Experts that ranks share out are gathered a layer at a time: cP.
-    Beside the parameters it works with lie those of the layer that comes next, on their way. The reduction buffer of
-    the layer before it, here taken to be as large, is kept until its own is ready; where the reduction is deferred that
-    one has taken the place of gradients that are counted, and only its outcome, sP/w, comes on top.
+    There are two gather buffers because the parameters of the next layer are gathered while a layer runs; experts that
+    are sharded over ranks are gathered one layer at a time: cP. The reduction buffer of the layer before, here taken to
+    be as large, is kept until the layer's own is ready. If the reduction is deferred, the buffer takes the place of
+    gradients that are already counted, and only the result, sP/w, comes on top.
     """
     unreduced_gradients: int
-    """rP that a sharded layer makes and has reduced when its backward pass is over, unless that is deferred.
+    """rP that a sharded layer makes in its backward pass and reduces after it, unless the reduction is deferred.
 
-    They grow while what the pass itself holds for a moment goes: the larger of both counts. Of a replicated layer, the
-    largest bucket that its gradients are copied to.
+    They grow while the workspace of the pass shrinks: the larger of both counts. For a replicated layer, the largest
+    bucket that its gradients are copied to.
     """
 
     @property
@@ -139,8 +139,8 @@ def parameter_memory(
     """Return the memory of one layer's parameters on one rank.
 
     `deferred`: several microbatches are summed up before the reduction; `reduce_every_microbatch`: they are reduced one
-    by one. With a single microbatch neither holds. `offloaded`: its states are in host memory; `streams`: and come to
-    the device for the update.
+    by one. With a single microbatch neither is true. `offloaded`: the optimizer states are in host memory; `streams`:
+    and are copied to the device for the update.
     """
     axes, ddp = axes_of(strategy).dense, strategy.data_parallel is DataParallel.DDP
     computed = _computed_bytes(kind, precision, axes)
@@ -194,14 +194,14 @@ def parameter_memory(
 
 
 def _products(kind: LayerType) -> list[Parameter]:
-    """Return the matrices of a block that products in FP8 or NVFP4 round."""
+    """Return the matrices of a block that are rounded for matrix products in FP8 or NVFP4."""
     return [p for p in kind.parameters if len(p.shape) > 1 and not p.is_buffer]
 
 
 def _narrowed(message: Message, kind: LayerType, parts: int, bits: float) -> Message:
-    """Return a gather of parameters whose matrices are sent in so many bits an element, instead of 16."""
+    """Return a gather of parameters with its matrices sent in `bits` bits per element, instead of 16."""
     products, whole = sum(p.numel(parts) for p in _products(kind)), kind.parameter_count(parts)
-    # In half bits, whole numbers: products of so many bytes are no longer exact as floats.
+    # Whole numbers, in half bits: products with this many bytes are no longer exact as floats.
     spared = message.bytes * products * int(2 * (16 - bits)) // (32 * whole)
     return message._replace(bytes=message.bytes - spared)
 
@@ -244,7 +244,7 @@ class Overlapped(NamedTuple):
     slowdowns: Slowdowns | None = None
     """Slowdowns of the pass and the collective; None if they do not overlap."""
     overhead_s: float = 0.0
-    """Time in a probe beyond its messages', such as copies and waiting; it overlaps with nothing."""
+    """Time of a probe beyond the time of its messages, such as copies and waiting; it overlaps with nothing."""
 
     def overlapped_s(self, compute_s: float) -> float:
         """Return the time that the messages add to a pass of this duration."""
@@ -306,9 +306,10 @@ def parameter_costs(
 ) -> ParameterCosts:
     """Return the costs on one rank of a group of a layer's parameters.
 
-    `states` are those of all parameters of the layer that were profiled. `host`: of the host memory in which its
-    optimizer states are; None: they stay on the device. States come to the device and go back in turn, overlapped with
-    a forward pass before the layer's next one; gradients go and parameters come in turn, overlapped with nothing.
+    `states`: the profiled times of all parameters of the layer. `host`: rates of the host in whose memory the optimizer
+    states are; None: they stay on the device. If the device updates, states are copied to it and then back, overlapped
+    with a forward pass before the layer's next one. If the host updates, gradients are copied to it and then parameters
+    back, overlapped with nothing.
     """
     kind, strategy = group
     axes, states = axes_of(strategy).dense, _share_of_states(states, model.types[type_name], group)
@@ -317,11 +318,11 @@ def parameter_costs(
     groups, zero3 = data_group_kinds(topology, axes), strategy.data_parallel is DataParallel.ZERO3
     messages = list(parameter_messages(kind, strategy, *sizes, count, reduces_every))
     given = profiles, states, axes.shards, groups
-    # One gather stands for those of all passes.
+    # One gather stands for the gathers of all passes.
     gathers = [m for m in messages if m.cause is Cause.PARAMETERS][:1]
     held = profiles.held
     if type_name in (EMBEDDING, HEAD):
-        # Their products are in the compute format's 16 bits.
+        # Their matrix products are in the compute format's 16 bits.
         held = msgspec.structs.replace(held, narrow_parameters=False)
     bits = NARROW_BITS.get(precision.compute) if held.narrow_parameters else None
     if bits is not None and (zero3 or precision.compute != FP8 or not profiles.in_mxfp8):
@@ -370,10 +371,10 @@ def parameter_costs(
 def _whole_matrices_s(
     profiles: Profiles, model: Model, type_name: str, group: ParameterGroup, topology: StageTopology
 ) -> float:
-    """Return the time of an update of whole matrices, of which each rank that holds parts of them has an equal share.
+    """Return the time of an update of whole matrices, which are shared evenly by the ranks that hold parts of them.
 
-    Its products are taken to be as fast, by operations, as the fastest of the layer's profiled forward passes. One of
-    the ranks that hold a part sends it to its matrix's home, and all get it back.
+    Its matrix products are taken to take as long per operation as the fastest of the layer's profiled forward passes.
+    One of the ranks that hold a part sends it to its matrix's home, and all of them receive it back.
     """
     axes, parameters = axes_of(group.strategy).dense, group.kind.parameters
     all_ranks = axis_group_kinds(topology, Axis(topology.size))
@@ -387,7 +388,7 @@ def _whole_matrices_s(
 
 
 def s_per_flop(profiles: Profiles, model: Model, type_name: str) -> float:
-    """Return the least time of an operation in a profiled forward pass of a layer type, at any length of samples.
+    """Return the least seconds per operation in a profiled forward pass of a layer type, at any length of samples.
 
     Raises BadInput if no such pass was timed.
     """
@@ -429,7 +430,7 @@ class LayerParameters(msgspec.Struct, frozen=True, kw_only=True):
     copies_s: float
 
     def update_s(self, forward_s: float) -> float:
-        """Return the time of the update: of its copies, what a forward pass of this duration does not hide."""
+        """Return the seconds of the update, with those of its copies that a forward pass does not hide."""
         return self.optimizer_s + max(0.0, self.copies_s - forward_s)
 
 
@@ -483,7 +484,7 @@ def _overlapped(
 ) -> Overlapped:
     """Return the total of consecutive messages: over all ranks, or over a shard group and then its replicas.
 
-    Their time is the hardware profile's. What a probe's took more comes on top.
+    Their time comes from the hardware profile; the overhead that a probe measured beyond it is added.
     """
     sent = [
         (m.collective, groups.replicas if m.collective is Collective.ALL_REDUCE else groups.shards, m.bytes)
@@ -499,8 +500,8 @@ def _overlapped(
 def _overhead_s(profiles: Profiles, states: StateRow, shards: int, message: Message) -> float:
     """Return the time that a probe's collective of this kind took in excess of its message; 0 if not probed.
 
-    Both are in the same format.
-    Replicas of shards sum a part of what the probe summed, and have that part of its overhead.
+    Both are in the same format. Replicas of shards sum a part of what the probe summed, and take that part of its
+    overhead.
     """
     sums = message.collective is Collective.ALL_REDUCE
     ranks, source = (
@@ -514,7 +515,7 @@ def _overhead_s(profiles: Profiles, states: StateRow, shards: int, message: Mess
         Collective.ALL_GATHER: states.gather_s,
     }
     parts = shards if sums else 1
-    # The widest of data parallelism is probed under ZeRO: neighbours.
+    # Under ZeRO the widest data-parallel group is probed: neighbours.
     kinds = [GroupKind(ranks, ranks, not sums or states.tp_size == 1)]
     alone = collective_time(profiles, message.collective, kinds, message.bytes * parts)
     return max(0.0, probed_s[message.collective] - alone.time_s) / parts
@@ -528,7 +529,7 @@ def _partial_sum_s(
     group: ParameterGroup,
     topology: StageTopology,
 ) -> float:
-    """Return a layer's share of one collective for all layers of its type."""
+    """Return a layer's share of the time of one collective that sums partial gradients of all layers of its type."""
     kind, strategy = group
     if not (size := partial_gradient_bytes(kind, strategy, 0, ITEMSIZE[precision.parameters])):
         return 0.0

@@ -59,31 +59,31 @@ def cost_model_of(plan: Plan, profiles: Profiles, time_model: TimeModel = TimeMo
 
 
 def offset_ps(costs: CostModel, stages: Sequence[Sequence[int]]) -> int:
-    """Return the time of a step whatever its strategies: the step's overhead, and parameters that layers share."""
+    """Return the time of a step that no strategy changes: the step's overhead, and parameters that layers share."""
     return picoseconds(costs.step_overhead_s) + shared_cost_ps(costs, stages)
 
 
 def simulated_step_ps(plan: Plan, costs: CostModel) -> int:
-    """Return only a plan's simulated step time, including the fixed overhead of a step."""
+    """Return a plan's simulated step time and nothing else; it includes the fixed overhead of a step."""
     times = [costs_of_range.times for costs_of_range in range_costs(plan, costs)]
     simulated_ps = step_time_ps(times, plan.schedule, plan.num_microbatches, len(plan.stages[0].layers))
     return simulated_ps + _always_ps(plan, costs)
 
 
 def _always_ps(plan: Plan, costs: CostModel) -> int:
-    """Return the time of a step whatever its schedule."""
+    """Return the time of a step that no schedule changes: `offset_ps`, and the cost of tied parameters."""
     ranks = [stage.ranks for stage in plan.stages]
     ends = (ranks[plan.stage_of(name)] for name in (EMBEDDING, HEAD))
     return offset_ps(costs, ranks) + tied_cost_ps(costs, plan.embedding, plan.head, *ends)
 
 
 def evaluate(plan: Plan, profiles: Profiles, costs: CostModel | None = None, timeline: bool = True) -> Evaluation:
-    """Return the predicted time and memory of a plan; `costs` is its cost model, if it exists already.
+    """Return the predicted time and memory of a plan; `costs`: its cost model, if it already exists.
 
-    Without `timeline` there are no events, and very many microbatches are not all played.
+    Without `timeline` there are no events, and if there are very many microbatches, not all are simulated.
 
-    Raises BadInput for a field that has no price, and when a profile is of another model, device or precision, or lacks
-    a point.
+    Raises BadInput for a field that has no price, and if a profile belongs to another model, device or precision, or
+    has no point for a layer.
     """
     known = ("optimizer", "precision.base", "loss_chunks", "layers.offload", "expert_placement")
     check_fields(plan, f"plan {plan.name}", "the cost model", known)
@@ -120,7 +120,7 @@ def evaluate(plan: Plan, profiles: Profiles, costs: CostModel | None = None, tim
 
 
 def _offload_lines(plan: Plan) -> Iterator[str]:
-    """Yield what is assumed of copies between devices and hosts, and whose rates they are."""
+    """Yield warnings about what is assumed of copies between devices and hosts, and where their rates come from."""
 
     def rate(name: str) -> str:
         given = {getattr(kind, name) is not UNSET for kind in plan.cluster.node_types.values()}
@@ -159,7 +159,9 @@ def _communicators(plan: Plan, profiles_of: Sequence[Sequence[Profiles]]) -> Seq
 def _stage_prediction(
     stage: StageCosts, profiles: Sequence[Profiles], held: int | None, splits: bool
 ) -> StagePrediction:
-    """Return the terms of a stage; `profiles`: of each of its node types; `held`: bytes of communicators.
+    """Return a stage's time and memory with their terms.
+
+    `profiles`: one for each of its node types. `held`: bytes of communicators.
 
     `splits`: whether backward passes leave something to weight passes.
     """
@@ -176,7 +178,7 @@ def _stage_prediction(
         "optimizer": stage.sum_of("optimizer_ps"),
     }
     states = {name: stage.sum_of(f"memory.{name}") for name in ("parameters", "gathered_parameters", "optimizer")}
-    # At the peak some gradients may not be there yet, and some activations no longer.
+    # At the peak some gradients may not exist yet, and some activations no longer.
     activations = min(stage.activation_bytes, stage.working_bytes)
     gradients = min(sum(each.gradient_bytes for each in stage.ranges), stage.working_bytes - activations)
     workspace = stage.working_bytes - activations - gradients
@@ -234,7 +236,7 @@ _INPUTS = 2
 _WAITED_FOR = 2
 """Micro-batches of a pipeline whose inputs are free again when the host has waited for their messages.
 
-Fitted to the given runs of the playbook: of those with 2, 4 and 8 stages, which hold none, a half and three quarters.
+Fitted to the given runs of the playbook: those with 2, 4 and 8 stages hold none, a half and three quarters.
 """
 
 
@@ -251,7 +253,7 @@ def kept_bytes(
 
 
 def kept_if_it_fits(plan: Plan, profiles: Profiles) -> tuple[int, ...]:
-    """The bytes that a rank of each stage holds of gathered inputs until their place is needed."""
+    """Return the bytes of gathered inputs that a rank of each stage holds until their memory is needed."""
     if not profiles.held.gathered_inputs:
         return (0,) * len(plan.stages)
     schedule, stages = schedule_of(plan.schedule), len(plan.stages)
@@ -287,8 +289,8 @@ _QUOTED = ("analytic", "assumed")
 def provenance_warnings(plan: Plan, profiles: Profiles) -> tuple[str, ...]:
     """Return lines headed `analytic`, `assumed`, `absent`, `uncertain` or `launch-bound` about a plan's prediction.
 
-    Before them `plan_only` says why this project's runtime cannot run the plan. The first two repeat what the profile's
-    own notes say of such numbers, such as the error that was seen.
+    Before them come lines headed `plan_only`, which say why this project's runtime cannot run the plan. Lines headed
+    `analytic` and `assumed` repeat what the profile's own notes say of such numbers, such as the error that was seen.
     """
     context = plan_obstacle(plan)
     obstacles = (plan.cluster.obstacle, None if context is None else context.problem)
@@ -304,7 +306,7 @@ def provenance_warnings(plan: Plan, profiles: Profiles) -> tuple[str, ...]:
 
 
 def _optimizer_lines(plan: Plan) -> Iterator[str]:
-    """Yield the warning for an optimizer whose time no profile has."""
+    """Yield warnings that the step time of an optimizer other than AdamW is assumed, as no profile measured it."""
     if plan.optimizer != ADAMW.name:
         yield f"assumed: the step of {plan.optimizer} takes as long as AdamW's by the bytes that both move"
     if OPTIMIZERS[plan.optimizer].whole_matrices:
@@ -317,7 +319,7 @@ def _optimizer_lines(plan: Plan) -> Iterator[str]:
 def _document_lines(plan: Plan) -> Iterator[str]:
     """Yield a warning that context parallelism balances whole samples, not separate documents.
 
-    Masked attention in this project's runtime takes equal time on all ranks, about twice that of causal attention.
+    Masked attention in this project's runtime takes equal time on all ranks, about twice the time of causal attention.
     """
     if any(axes_of(layer).shares_context for layer in plan.layers):
         unlike = (
@@ -328,7 +330,7 @@ def _document_lines(plan: Plan) -> Iterator[str]:
 
 
 def _load_lines(plan: Plan, profiles: Profiles) -> Iterator[str]:
-    """Yield the warning for experts whose load no run has logged."""
+    """Yield a warning about the load of experts that is assumed: even, a stated ratio, or means of a logged load."""
     grids = (layer.expert_grid for layer in plan.layers)
     if not any(grid and axes_of(grid).dense.experts.size > 1 for grid in grids):
         return
@@ -373,7 +375,7 @@ def _overlap_lines(plan: Plan, profiles: Profiles) -> Iterator[str]:
 
 
 def has_ring(plan: Plan) -> bool:
-    """Return whether keys and values of some layer go round its ranks."""
+    """Return whether some layer passes keys and values around a ring of ranks."""
     return any(axes_of(layer).shares_context and layer.context is ContextParallel.RING for layer in plan.layers)
 
 
@@ -396,7 +398,7 @@ def _points(plan: Plan, profiles: Profiles) -> Iterator[tuple[LayerKey, LayerPoi
         points = profiles.beside_experts if shares_experts(strategy) else profiles
         if (exact := points.layers.get(key)) is not None:
             yield key, exact
-        else:  # A length that was never profiled leans on the lengths that were.
+        else:  # A length that was never profiled is priced by the lengths that were.
             yield from points.of_any_length(key).items()
 
 

@@ -1,6 +1,6 @@
 """The profiles that plans are priced with: indexed, checked against model and machine, and optionally scaled.
 
-Scaled ones are what corrections and what-ifs are made of.
+Corrections and what-ifs are made of scaled profiles.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -80,19 +80,19 @@ class Profiles(NamedTuple):
     """Bytes of each communicator that is not a pipeline edge."""
     step_overhead_s: float
     sources: Sources
-    """The sources of these three."""
+    """The sources of the three numbers above."""
     reference_s: float
     """The time of the reference workload on the machine as it was profiled; 0 if none was run."""
     notes: str
-    """The notes of the model profile, one sentence a line."""
+    """The notes of the model profile, one sentence per line."""
     memory_factor: float = 1.0
     """The factor of a rank's memory: what the runtime's allocator reserves, and what measured plans taught."""
     held: Held = OURS
-    """What the runtime holds unlike this project's."""
+    """How the memory that the runtime holds differs from this project's runtime."""
     gathers_alone: bool = False
-    """Whether the runtime gathers ZeRO-2's parameters beside nothing."""
+    """Whether the runtime gathers ZeRO-2's parameters without overlap with computation."""
     in_mxfp8: bool = False
-    """Whether the device scales products in FP8 in blocks of 32, whose two orders of a matrix are rounded apart."""
+    """Whether FP8 matrix products scale blocks of 32, so that a matrix is rounded separately for each of two orders."""
     others: tuple["Profiles", ...] = ()
     """The profiles of the other devices of a mixed cluster."""
     rests: Mapping[LayerKey, LayerPoints] = MappingProxyType({})
@@ -102,11 +102,11 @@ class Profiles(NamedTuple):
     experts: Mapping[ExpertKey, LayerPoints] = MappingProxyType({})
     """The points of experts, by keys without rows."""
     context: tuple[ContextRow, ...] = ()
-    """Measured times of layers whose ranks share positions out, over the derived ones."""
+    """Ratios of measured to derived times of layers whose positions are split over ranks."""
     exchange: ExchangeRow | None = None
     """How rows are exchanged between experts; None: all-to-all without overlap."""
     host: Mapping[HostKey, Passes] = MappingProxyType({})
-    """The least times of passes, by what their host starts."""
+    """The least times of passes, by what the host starts for them."""
     load: Load | None = None
     """The load of experts; None: all experts of a layer get the same number of positions."""
 
@@ -122,11 +122,11 @@ class Profiles(NamedTuple):
 
     @property
     def per_device(self) -> tuple["Profiles", ...]:
-        """Return the profiles of each device by themselves."""
+        """Return a tuple with the profiles of each device by itself."""
         return self._replace(others=()), *self.others
 
     def each(self, change: Callable[["Profiles"], "Profiles"]) -> "Profiles":
-        """Return the profiles with each device's changed by a function."""
+        """Return these profiles with `change` applied to each device's profiles."""
         return together([change(profiles) for profiles in self.per_device])
 
     def of_device(self, device: str) -> "Profiles":
@@ -150,14 +150,14 @@ def host_rate(node_type: NodeType, profiles: Profiles, name: str) -> float | Non
 
 
 def together(per_device: Sequence[Profiles]) -> Profiles:
-    """Return profiles of several devices as those of a mixed cluster; raise BadInput for two of the same device."""
+    """Return the profiles of several devices as one, for a mixed cluster; BadInput if two have the same device."""
     _check_distinct([(profiles.origin.device, profiles.model_file) for profiles in per_device])
     first, *others = per_device
     return first._replace(others=tuple(others))
 
 
 def _check_distinct(devices: Iterable[tuple[str, Path]]) -> None:
-    """Raise BadInput if two files are of one device."""
+    """Raise BadInput if two files belong to the same device."""
     known: dict[str, Path] = {}
     for device, file in devices:
         if device in known:
@@ -174,7 +174,7 @@ def devices_of(cluster: Cluster) -> tuple[str, ...]:
 def read_profiles(hardware_files: Sequence[Path], model_files: Sequence[Path]) -> Profiles:
     """Read and index the profiles: hardware profiles of the cluster or each device, model profiles of each device.
 
-    Raises BadInput if two are of one device.
+    Raises BadInput if two profiles of a kind belong to the same device.
     """
     hardware = [(read_hardware_profile(file), file) for file in hardware_files]
     _check_distinct((profile.device, file) for profile, file in hardware)
@@ -270,9 +270,9 @@ def _check_origin(profiles: Profiles, model: Model, precision: Precision, attent
 
 
 def _timed_alike(profiles: Profiles, precision: Precision, compile: bool) -> Iterator[str]:
-    """Yield formats that differ only in that of reduced gradients, if the profile has no time of reductions.
+    """Yield precisions that differ only in the format of reduced gradients, if the profile has no times of reductions.
 
-    So it is with imported profiles: passes do not depend on that format, and messages are priced by the hardware's.
+    Imported profiles have none: passes do not depend on that format, and messages are priced by the hardware profile.
     """
     if all(row.reduction_source is Source.ABSENT for row in profiles.states.values()):
         for reduce in get_args(DType):
@@ -302,7 +302,7 @@ class Scaling(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     forward: float = 1.0
     backward: float = 1.0
     reduction: float = 1.0
-    """The factor of what reducing gradients was measured to add."""
+    """The factor of the time that reducing gradients was measured to add."""
     optimizer: float = 1.0
     step_overhead: float = 1.0
     memory: float = 1.0
@@ -312,7 +312,7 @@ class Scaling(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 def scaled(profiles: Profiles, by: Scaling) -> Profiles:
-    """Return the profiles with every number multiplied."""
+    """Return the profiles with every number multiplied by the factor of its kind."""
     repeats = profiles.hardware.repeats
     by_point = np.broadcast_to(by.collectives, len(profiles.hardware.points))
     repeats = repeats.replace(time_s=repeats["time_s"] * by_point[repeats["point"]])

@@ -62,7 +62,7 @@ class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of one microbatch that a rank receives from the range before; it gives back a gradient of this size."""
     after_bytes: int
     last_output_bytes: int
-    """Bytes that a rank holds of one microbatch's output of the last layer, or of the one ahead of the head."""
+    """Bytes that a rank holds of one microbatch's output of the last layer, or of the layer before the head."""
     gathered_first: tuple[float, float]
     """The share of microbatches for which a forward, or a backward, pass gathers the layer that it begins with."""
     overlap: Overlap | None
@@ -73,13 +73,13 @@ class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def times(self) -> StageTimes:
-        """Return the times that the simulator uses."""
+        """Return the range's times for the simulator, in picoseconds."""
         forward = sum(self._gathered("forward_ps", 1, self.gathered_first[0])) + self.redistribution_forward_ps
         reductions = self._reductions()
         once = forward, sum(reduction.backward_ps for reduction in reductions), self.send_after_ps
         sync, optimizer = self.sum_of("sync_ps"), self.sum_of("optimizer_ps")
         if self.weight_passes:
-            # What reduces beside the backward pass of a joint one does so beside the weight pass.
+            # A reduction that overlaps with a whole backward pass overlaps with the weight pass of a split one.
             forward, backward, send = once
             left = self.weight_ps
             return StageTimes(forward, backward - left, send, sync, optimizer, further_ps={Pass.WEIGHT: left})
@@ -101,10 +101,10 @@ class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
         return sum(round(layer.backward_ps * left.share) for layer, left in passes)
 
     def split_backward_bytes(self) -> tuple[int, int]:
-        """Return the peak bytes of a micro-batch in a split backward pass: of a later one, and of the first.
+        """Return the peak bytes of a micro-batch in a split backward pass: in a later one, and in the first one.
 
-        Layers give up their activations and keep what is left for the weight pass, from the last one on; those that
-        leave nothing make their gradients, in the first pass anew.
+        From the last layer on, layers free their activations and keep only what their weight passes need. Layers that
+        leave nothing to weight passes make their gradients, which take additional memory in the first pass.
         """
         peaks = []
         for is_first in (False, True):
@@ -150,8 +150,8 @@ class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
     def pass_bytes(self, last: int, frees: bool) -> list[int]:
         """Return the peak bytes of a micro-batch in a pass that makes no gradients, and in one that makes them.
 
-        While the layer of number `last`, counted from the end, works, the bytes of its output are free, or those of the
-        gradient that has come in its place. Sums of later passes count as theirs.
+        While the layer at the negative index `last` works, the memory of its output is free if `frees`, or the memory
+        of the gradient in its place. The pass that makes gradients also counts the sums of later passes.
         """
         workspaces = [o.workspace_bytes for o in self.layers]
         if len(workspaces) >= -last:
@@ -166,8 +166,9 @@ class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
     def _gathered(self, during: str, way: int, share: float) -> list[int]:
         """Return the layers' times in a pass (`way` 1 or -1), each overlapped with the gather of the next layer.
 
-        The gather of the layer that the pass begins with overlaps with the last layer of the pass before, which is
-        taken to be this pass's, where ZeRO-3 shards that; else with nothing, and in a `share` of the microbatches.
+        The layer that the pass begins with is gathered for a `share` of the microbatches. Its gather overlaps with the
+        last layer of the pass before, which is taken to be this pass's last layer, if ZeRO-3 shards that; otherwise
+        with nothing.
         """
         layers = self.layers[::way]
         if not any(layer.gather.alone_ps or layer.gather.overhead_ps for layer in layers):
@@ -193,9 +194,9 @@ class StageCosts(msgspec.Struct, frozen=True, kw_only=True):
 
     ranges: tuple[RangeCosts, ...]
     activation_bytes: int
-    """The most held of activations at once."""
+    """The most bytes of activations held at once."""
     working_bytes: int
-    """The most held at once of activations, of gradients, and of workspace."""
+    """The most bytes of activations, gradients and workspace together held at once."""
     in_flight: int = 0
     """Microbatches whose activations may be in host memory at once."""
 
@@ -223,7 +224,7 @@ def range_costs(plan: Plan, costs: CostModel) -> list[RangeCosts]:
     """Return the costs of the layer ranges, in the order in which a micro-batch goes through them."""
     ranks = [plan.stages[stage].ranks for stage, _ in plan.way]
     ranges, samples = _layers(plan), plan.microbatch_samples
-    # What a range without layers hands on is what it receives.
+    # A range without layers hands on what it receives.
     ends = [next(layers[-1] for layers in reversed(ranges[: i + 1]) if layers) for i in range(len(ranges))]
     entered = [layers[0] if layers else ends[i - 1] for i, layers in enumerate(ranges)]
     transfers = [_NO_TRANSFER]
@@ -270,7 +271,10 @@ def _output_bytes(costs: CostModel, layers: Sequence[Layer], samples: int) -> in
 
 
 def _gathered_first(plan: Plan, index: int, layers: Sequence[LayerCost]) -> tuple[float, float]:
-    """Return the share of microbatches that gather the first layer, without gathers in `gathers_spared`."""
+    """Return the shares of microbatches whose forward and backward passes gather the layer that they begin with.
+
+    `gathers_spared` counts the others.
+    """
     if not (layers and (layers[0].gather.alone_ps or layers[-1].gather.alone_ps)):
         return 1.0, 1.0
     spared = gathers_spared(plan, *plan.way[index])
@@ -287,7 +291,7 @@ class _Transfer(NamedTuple):
     """Bytes that a rank holds of one microbatch in the output layout."""
     received_bytes: int
     redistributed: bool
-    """Whether it is received in the sender's layout, and then redistributed to the first layer's."""
+    """Whether it is received in the sender's layout, and then redistributed to the first layer's layout."""
 
 
 _NO_TRANSFER = _Transfer(_NOTHING, 0, 0, False)
@@ -312,8 +316,9 @@ def _transfer(
 def stage_costs(plan: Plan, stage: int, ranges: Sequence[RangeCosts]) -> StageCosts:
     """Return a pipeline stage's ranges, and its peak memory without parameters and optimizer states.
 
-    While a microbatch is on its way through a range, that range's own peak comes on top of what others hold. One range
-    alone has the phases of the solver; of several, each range's gradients are made by its first backward pass.
+    While a microbatch is on its way through a range, that range's own peak comes on top of what the others hold. A
+    stage with one range has the phases of the solver; with several, each range's gradients are made by its first
+    backward pass.
     """
     mine = tuple(here for here, (at, _) in zip(ranges, plan.way, strict=True) if at == stage)
     kept = [here.sum_of("activation_bytes") + here.before_bytes for here in mine]
@@ -324,7 +329,7 @@ def stage_costs(plan: Plan, stage: int, ranges: Sequence[RangeCosts]) -> StageCo
         keeps_sums = mine[0].sum_of("memory.gradient_sums") > 0
         peak = mine[0].peak_bytes(phases(count, plan.num_microbatches, keeps_sums)) + mine[0].after_bytes
         return StageCosts(ranges=mine, activation_bytes=count * kept[0], working_bytes=peak, in_flight=count)
-    # The gradient that comes in, the one that goes out, and what comes for the next pass.
+    # The gradient that is received, the gradient that is sent, and what is received for the next pass.
     before, after = max(here.before_bytes for here in mine), max(here.after_bytes for here in mine)
     frees, last = frees_outputs(plan.model), mine[-1] is ranges[-1]
     passes = [here.pass_bytes(-2 if last and here is mine[-1] else -1, frees) for here in mine]
@@ -339,20 +344,20 @@ def stage_costs(plan: Plan, stage: int, ranges: Sequence[RangeCosts]) -> StageCo
 
 
 class _SplitRange:
-    """What a layer range whose backward passes are split holds in each kind of pass."""
+    """The bytes that a layer range with split backward passes holds in each kind of pass."""
 
     def __init__(self, here: RangeCosts, passes: Sequence[int]) -> None:
         left = [each.deferred_bytes for each in here.weight_passes]
         made = [layer.memory.gradients + layer.memory.gradient_sums for layer in here.layers]
         self.kept, self.deferred = here.sum_of("activation_bytes") + here.before_bytes, sum(left)
         self.joint = sum(each for each, later in zip(made, left, strict=True) if not later)
-        """Gradients of layers whose backward passes are whole."""
+        """Bytes of the gradients of layers whose backward passes are whole."""
         self.later = sum(made) - self.joint
         self.forward, self.backward = passes[0], here.split_backward_bytes()
         self.first_weight = here.first_weight_bytes()
 
     def working(self, counts: PassCounts, weights: bool) -> int:
-        """Return the peak bytes of the pass; `weights`: whether gradients of weight passes are there."""
+        """Return the peak bytes of the pass; `weights`: whether the gradients that weight passes make already exist."""
         match counts.kind:
             case Pass.FORWARD:
                 return self.forward
@@ -365,7 +370,8 @@ class _SplitRange:
 def _split_stage_costs(plan: Plan, stage: int, mine: tuple[RangeCosts, ...], last: RangeCosts) -> StageCosts:
     """Return a stage whose backward passes are split; `last`: the range with the head.
 
-    What these leave is held until their weight passes, of which the first makes the gradients of layers with any.
+    What backward passes leave is held until their weight passes, the first of which makes the gradients of the layers
+    that leave something.
     """
     several = len(mine) > 1
     frees = several and frees_outputs(plan.model)
@@ -416,7 +422,7 @@ def _layers(plan: Plan) -> list[list[Layer]]:
 
 
 def _turns(plan: Plan, costs: CostModel) -> list[list[Turns]]:
-    """Return what the time of each range's layers depends on besides their strategies."""
+    """Return, for each layer by range, the features besides its strategy on which its time depends."""
     shape = costs.turns(len(plan.stages), plan.num_microbatches, len(plan.stages[0].layers))
     placed = (placed_imbalance(costs.profiles, plan, number) for number in range(len(plan.layers)))
     return _by_range(plan, shape, [shape if each is None else shape._replace(placed=each) for each in placed], shape)
@@ -449,24 +455,25 @@ def _overlap(layers: Sequence[LayerCost]) -> Overlap | None:
 def tied_cost_ps(
     costs: CostModel, embedding: Strategy, head: Strategy, first: Sequence[int], last: Sequence[int]
 ) -> int:
-    """Return the time to exchange the gradients of each tied parameter: one replica's to the other, and the sum back.
+    """Return the time to exchange the gradients of each tied parameter: one replica's gradient, and the sum back.
 
-    `first` and `last` are the ranks of their pipeline stages. Every rank of the receiving side gets its own part,
-    which the ranks of the other side send in even shares; ranks that hold the same part of both send nothing.
+    `first`, `last`: the ranks of the pipeline stages with the embedding and the head. Every rank of the receiving side
+    gets its own part, which the ranks of the other side send in even shares; ranks that hold the same part of both send
+    nothing.
     """
     if first == last and tied_class(embedding) == tied_class(head):
         return 0
     total = 0
     for parameter in _tied(costs.model):
         for strategy, mine, others in ((embedding, first, last), (head, last, first)):
-            # Of the fewer ranks each has more to send than the others get, or to get than they send.
+            # On the side with fewer ranks, each has more to send than a rank of the other receives, and vice versa.
             share = max(1.0, len(mine) / len(others))
             total += _sent_ps(costs, first, last, _part_bytes(costs, parameter, strategy) * share)
     return total
 
 
 def _tied(model: Model) -> Iterator[Parameter]:
-    """Yield the embedding's trained parameters that the head shares, or a block, once for each copy.
+    """Yield the embedding's trained parameters that the head or a block shares, once for each copy.
 
     Blocks with copies, which predict further tokens, are priced as if they were sharded like the head, next to it.
     """
@@ -504,7 +511,7 @@ def has_shared(model: Model) -> bool:
 
 
 def tied_class(strategy: Strategy) -> ParameterAxes:
-    """Return how the ranks of a strategy share its parameters: the cost of tied parameters depends on that."""
+    """Return how a strategy splits parameters over ranks: the cost of tied parameters depends on that."""
     return axes_of(strategy).dense
 
 

@@ -42,7 +42,7 @@ class LayerAlternatives(NamedTuple):
     data_parallel: Sequence[DataParallel] = tuple(DataParallel)
     recompute: Sequence[Recompute] = RECOMPUTE_WHOLE
     together: bool = False
-    """Flag of plans whose layers all share one strategy."""
+    """True if all layers share one strategy, and change together."""
 
 
 class Change(NamedTuple):
@@ -56,7 +56,7 @@ class Change(NamedTuple):
     stage: int
     """The pipeline stage that would be fullest."""
     lacks_bytes: int
-    """Bytes beyond the budget on a rank of it; negative where it fits."""
+    """Bytes by which a rank of that stage exceeds its budget; 0 or less if it fits."""
 
 
 def step_parts(plan: Plan, estimate: Estimate) -> StepParts:
@@ -78,8 +78,8 @@ def faster_changes(
 ) -> tuple[Change, ...]:
     """Return changes of one layer, or of all if they have one strategy, that reduce the closed form.
 
-    Only data parallelism and recomputation change: the layer's degrees stay, and so do the messages between layers.
-    Strategies that the profile has no times for are left out. `budgets_bytes` are those of each stage's ranks.
+    Only data parallelism and recomputation change: the layer's degrees and the messages between layers stay. Strategies
+    that the profile has no times for are left out. `budgets_bytes`: the budget of a rank of each stage.
     """
     total = len(plan.layers)
     groups = [(0, total)] if choices.together else [(i, i + 1) for i in range(total)]
@@ -152,7 +152,7 @@ def _change_words(change: Change) -> str:
 
 
 def _others(layer: LayerStrategy, choices: LayerAlternatives) -> Iterator[LayerStrategy]:
-    """Yield the other strategies that the layer could have, each effect once."""
+    """Yield the other strategies that the layer could have; strategies with the same effect only once."""
     for data_parallel, recompute in product(choices.data_parallel, choices.recompute):
         shard_size = 0 if data_parallel is DataParallel.DDP else layer.shard_size
         other = replace(layer, data_parallel=data_parallel, shard_size=shard_size, recompute=recompute)

@@ -15,7 +15,7 @@ from shardwright.display.columns import PrintedColumn, line_width, split_columns
 PLAN = "plan"
 """Heading of a column whose cells have lines of their own."""
 WORDS = (PLAN, "less of it by")
-"""Headings of columns of words, which are broken where there is no room."""
+"""Headings of columns of words, which are wrapped if there is no room."""
 
 _MOST_COLUMNS = 6
 
@@ -43,7 +43,7 @@ class ShellCommand(NamedTuple):
 class SplitTable(NamedTuple):
     """A table with columns of texts, which may be wrapped, and of numbers, which never are.
 
-    If its columns have no room beside one another, it is printed as several tables, each with the first column.
+    If its columns have no room side by side, it is printed as several tables, each with the first column.
     """
 
     title: str

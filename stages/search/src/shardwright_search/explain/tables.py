@@ -154,7 +154,7 @@ def _enough(
 
 
 def node_types_table(plan: Plan, estimate: Estimate) -> SplitTable | None:
-    """Return a table with a row for each node type; None where there is one only."""
+    """Return a table with a row for each node type; None if there is only one."""
     uses = node_type_uses(plan, estimate)
     if not uses:
         return None
@@ -226,7 +226,7 @@ def levers_table(found: Sequence[Lever], stage: int, step_s: float) -> SplitTabl
 
 
 def answers_shown(title: str, plan: Plan, estimate: Estimate, answers: Sequence[WhatIfAnswer]) -> RenderableType:
-    """Return each answer against the plan: simulated time of a sample, memory of the fullest rank, and its plan."""
+    """Return each answer, compared with the plan: simulated time of a sample, fullest rank's memory, and its plan."""
     headings = ("", "ms a step", "samples/s", "time a sample", "MiB", "memory")
     rows = [(kind, *_answer_figures(result, plan, estimate)) for kind, result in answers]
     groups: dict[str, list[str]] = {}
@@ -286,7 +286,7 @@ def _runner_up(other: RunnerUp, estimate: Estimate) -> tuple[str, ...]:
 
 
 def _answer_figures(result: SearchAnswer | Infeasible | BadInput, plan: Plan, estimate: Estimate) -> Sequence[str]:
-    """Return time and memory, absolute and against the plan's; dashes where there is no plan."""
+    """Return time and memory, absolute and relative to the plan's; dashes if there is no plan."""
     if not isinstance(result, SearchAnswer):
         return ["-"] * 5
     other = result.chosen.evaluation.estimate
@@ -354,7 +354,7 @@ def memory_changes(estimate: Estimate, there: Estimate) -> tuple[TermChange, ...
 
 
 def plan_differences(plan: Plan, other: Plan) -> tuple[str, ...]:
-    """Return the differing decisions of two plans, a line each; spellings that do the same are no difference.
+    """Return the decisions in which two plans differ, one per line; strategies with the same effect count as equal.
 
     Raises ValueError for plans of different models.
     """
@@ -454,7 +454,7 @@ def _cut_differences(plan: Plan, other: Plan) -> Iterator[str]:
 
 
 def _cut_words(plan: Plan) -> str:
-    """Return the numbers of layers of each stage; for interleaved ones of each chunk, such as 2, 1 + 1, 2."""
+    """Return the numbers of layers of each stage, or of each chunk if stages are interleaved: 2, 1 + 1, 2."""
     counts = [", ".join(str(high - low) for low, high in stage.layers) for stage in plan.stages]
     return counts[0] if len(set(counts)) == 1 else " + ".join(counts)
 

@@ -26,7 +26,7 @@ _FASTER_LINKS = 2.0
 _MUCH_FASTER = 1.1
 """How many times the samples a second of the plan another batch size must give to be named."""
 _NEAR_BATCH = 0.25
-"""The largest share by which it differs from the one that was asked for."""
+"""The largest share by which such a batch size may differ from the requested one."""
 _BATCH_LIMIT_S = 1.0
 """CPU seconds in which a plan for another batch size is searched: a plan that is much faster will do."""
 
@@ -74,7 +74,7 @@ def answer(question: WhatIf, time_limit_s: float | None = None, priced: Instance
 def neighbours(plan: Plan, request: SearchRequest, profiles: Profiles, file: Path) -> tuple[WhatIf, ...]:
     """Return searches of one kind of plan each: without recomputation, with one strategy, of one pipeline degree, ...
 
-    Degrees and counts are those of the request's space but the plan's own; counts are of the plan's batch size.
+    Degrees and counts are all in the request's space except the plan's own; counts are for the plan's batch size.
     """
     kinds = _kinds(plan, runnable(narrowed(request, plan.cluster), plan.model, plan.cluster, file), file)
     return tuple(WhatIf(kind, changed, plan.model, plan.cluster, profiles, file) for kind, changed in kinds)
@@ -107,7 +107,7 @@ def _kinds(plan: Plan, asked: SearchRequest, file: Path) -> Iterator[tuple[str, 
 def _kinds_with_experts(plan: Plan, asked: SearchRequest) -> Iterator[tuple[str, SearchRequest]]:
     """Yield requests with other experts: sharded as their layer, other degrees, or no folding.
 
-    Nothing is folded where experts' features are sharded as the rest of the layer is, and ep_size divides dp_size.
+    Nothing is folded if experts' features are sharded as the rest of the layer, and ep_size divides dp_size.
     """
     if not asked.ep_sizes:
         return
@@ -148,7 +148,8 @@ def more_memory(request: SearchRequest, cluster: Cluster, factor: float) -> tupl
 def faster_links(profiles: Profiles, factor: float) -> Profiles:
     """Return profiles whose messages, and the measured cost of gradient reduction, take 1 / factor of the time.
 
-    Tensor and sequence parallelism inside a layer stay: a model profile has them in one number with the computation.
+    Messages of tensor and sequence parallelism inside a layer stay: a model profile has them in one number with the
+    computation.
     """
     return profiles.each(partial(scaled, by=Scaling(collectives=1 / factor, reduction=1 / factor)))
 
@@ -172,8 +173,8 @@ class Remedies(NamedTuple):
 def better_batches(question: WhatIf, searched: SearchAnswer, deadline: float) -> Iterator[Candidate]:
     """Yield plans of similar batch sizes that all devices divide, if much faster for each sample.
 
-    `searched` is the answer to the question, whose batch size they do not divide. A bound rules most sizes out, without
-    a search; the others are searched for `_BATCH_LIMIT_S`. None is looked at after `deadline` or Ctrl-C.
+    `searched`: the answer to the question, whose batch size they do not divide. A bound rules most sizes out, without a
+    search; the others are searched for `_BATCH_LIMIT_S`. The search ends at `deadline` or Ctrl-C.
     """
     sizes, devices = batch_sizes(question.request), question.cluster.num_devices
     if len(sizes) > 1 or sizes[0] % devices == 0 or searched.stopped:
@@ -200,7 +201,7 @@ def better_batches(question: WhatIf, searched: SearchAnswer, deadline: float) ->
 
 
 def _may_take_less(question: WhatIf, priced: Instance | None, sample_s: float) -> bool:
-    """Return whether the bounds allow a plan that takes less time a sample; False where the request is refused."""
+    """Return whether the bounds allow a plan that takes less time per sample; False if the request is refused."""
     _, request, model, cluster, profiles, file = question
     if len(each := of_each_optimizer(request)) > 1:
         return any(_may_take_less(question._replace(request=one), priced, sample_s) for one in each)
@@ -235,7 +236,7 @@ def remedies(
 def further_remedies(
     request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles, file: Path, deadline: float = inf
 ) -> str:
-    """Return the remedies of an infeasible request as the end of its one line; empty where there are none."""
+    """Return the remedies of an infeasible request as the end of its one line; empty if there are none."""
     batch, nodes = remedies(request, model, cluster, profiles, file, deadline)
     words = "" if batch is None else f", or lower global_batch_size to {batch}, the largest divisor that fits"
     return words if nodes is None else f"{words}, or take {nodes} nodes of {cluster.nodes[0].node_type}"

@@ -105,7 +105,7 @@ _FRONT_S, _CLUSTER_S = 12.0, 4.0
 """CPU seconds for other budgets, and for each other number of GPUs."""
 
 Tell = Callable[[str, Mapping[str, Any]], None]
-"""A function that tells an event: its kind, and what it carries."""
+"""A function that sends an event: its kind and its content."""
 
 
 def tell_all(asked: Asked, brief: bool, tell: Tell) -> None:
@@ -134,7 +134,7 @@ def tell_all(asked: Asked, brief: bool, tell: Tell) -> None:
 def _answers(
     asked: Asked, question: Question, line: Callable[[str], None]
 ) -> Iterator[tuple[Question, SearchAnswer] | str]:
-    """Yield the answer of each search that improves on the one before; a text if nothing fits."""
+    """Yield the answer of each search that improves on the one before; if nothing fits, text that says so."""
     for limit_s in LIMITS_S:
         options = asked.options(limit_s)
         try:
@@ -157,7 +157,7 @@ def _answers(
 
 
 def _parts(sized: Sized) -> dict[str, str]:
-    """Return the parts of the page that show an answer, as HTML, and its first sentence as a text."""
+    """Return the parts of the page that show an answer, as HTML, and its first sentence as plain text."""
     parts = {"answer": answer_part(sized), "plan": plan_part(sized), "memory": memory_part(sized)}
     return {**parts, "sentence": first_line(sized)}
 
@@ -197,7 +197,7 @@ def _price_front(clusters: Mapping[str, Outcome], asked: str) -> str:
 
 
 def _priced_point(gpus: str, outcome: Outcome) -> Point | None:
-    """Return a plan by its price; None where there is no plan, or no price is known."""
+    """Return the point of a plan by its price; None if there is no plan, or no price is known."""
     if not isinstance(outcome, Sized):
         return None
     price = usd_per_billion_tokens(outcome.plan, outcome.estimate)

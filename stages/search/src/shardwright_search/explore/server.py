@@ -1,7 +1,7 @@
 """The server of the page: reachable from this machine only, with a token in its URL.
 
-Pages of other sites cannot read from it: they do not know the token, and a name that they let mean this machine is not
-in the header `Host` that is accepted.
+Pages of other sites cannot read from it: they do not know the token, and a host name that they point at this machine is
+not accepted in the header `Host`.
 """
 
 import json

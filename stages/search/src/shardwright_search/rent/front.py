@@ -139,7 +139,7 @@ class RentalPrice(NamedTuple):
     usd: float
 
     def dominates(self, other: "RentalPrice") -> bool:
-        """Return whether time and price are both no larger than the other's, and one is smaller."""
+        """Return whether time and price are both no larger than the other time and price, and one is smaller."""
         return self.step_s <= other.step_s and self.usd <= other.usd and self != other
 
 
@@ -150,12 +150,12 @@ class SubClusterAnswer(NamedTuple):
     bound_s: float
     """None of its plans has a closed form below this, or one that has is dominated; infinity: it has no plan."""
     best: Best[Rented] | None
-    """The fastest plan, where it had to be found."""
+    """The fastest plan, if it had to be found."""
     price: RentalPrice
-    """The price of the fastest plan; else what it would be at the bound, which is then dominated."""
+    """The price of the fastest plan; if it was not found, the price at the bound, which is then dominated."""
     on_front: bool
     is_open: bool
-    """Whether this is not known: the search was stopped, or some of its configurations were bounded alone."""
+    """Whether the answer is not final: the search was stopped, or some configurations were only bounded."""
 
 
 class Front(NamedTuple):
@@ -164,7 +164,7 @@ class Front(NamedTuple):
     answers: tuple[SubClusterAnswer, ...]
     spaces: Mapping[int, SearchSpace]
     unlisted: Mapping[int, Unlisted]
-    """Configurations that were bounded alone and may have a better plan, by sub-cluster."""
+    """Configurations that were only bounded and may have a better plan, by sub-cluster."""
     looked_at: int
     solved: int
     stopped: bool
@@ -250,7 +250,7 @@ class Prices:
         self.front: dict[int, RentalPrice] = {}
 
     def price(self, number: int, score_ps: float) -> RentalPrice:
-        """Return the price of a step on a sub-cluster that takes so long."""
+        """Return the time and price of a step with this score, its picoseconds, on a sub-cluster."""
         step_s = score_ps * _PS
         return RentalPrice(step_s, step_s / _HOUR_S * self._usd_per_hour[number])
 
@@ -279,7 +279,7 @@ class Prices:
             self.front = {other: price for other, price in others.items() if not new.dominates(price)} | {number: new}
 
     def answer(self, number: int, sub_cluster: SubCluster, bound_ps: float, is_open: bool) -> SubClusterAnswer:
-        """Return the answer for a sub-cluster in the end."""
+        """Return the answer for a sub-cluster at the end of the search."""
         best = self._best.get(number)
         price = self.price(number, bound_ps if best is None else best.score)
         return SubClusterAnswer(sub_cluster, bound_ps * _PS, best, price, number in self.front, is_open)

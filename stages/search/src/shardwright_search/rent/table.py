@@ -35,7 +35,7 @@ class Status(StrEnum):
     FRONT = "front"
     """No other is as fast and as cheap."""
     DOMINATED = "dominated"
-    """Another is: by its fastest plan, or by what none of its plans is below."""
+    """Another is at least as fast and as cheap as its fastest plan, or as a bound on its plans."""
     NO_PLAN = "no plan"
     """None fits its memory, or divides its devices."""
     OPEN = "open"
@@ -54,7 +54,7 @@ class SubClusterRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Number of each node type, as 2xp4d+1xg5."""
     status: Status
     step_s: Annotated[NonNegativeNumber, _S]
-    """Closed form of the fastest plan; where it was not looked for, what no plan is below; 0: there is no plan."""
+    """Closed form of the fastest plan; if that was not searched, a lower bound for all plans; 0: there is no plan."""
     is_bound: bool
     """Whether the time and the prices are only a bound."""
     simulated_step_s: Annotated[NonNegativeNumber, _S]
@@ -84,7 +84,7 @@ class FrontFile(Profile):
 def rows_of(front: Front, steps: int | None, simulated_s: dict[int, float]) -> tuple[SubClusterRow, ...]:
     """Return the rows of all sub-clusters: the front by step time, then all others.
 
-    `simulated_s`: by number of a point.
+    `simulated_s`: the simulated seconds of a step, by number of a point.
     """
     rest = [number for number, answer in enumerate(front.answers) if not answer.on_front]
     return tuple(_row(front, number, steps, simulated_s.get(number, 0.0)) for number in (*front.points, *rest))
@@ -199,7 +199,7 @@ class FrontWords(NamedTuple):
     model: str
     cluster: str
     lines: Sequence[str]
-    """What is proven, and the points that limits name, a line each."""
+    """What is proven, and the points that limits name, one per line."""
 
 
 def front_page(rows: Sequence[SubClusterRow], plans: Mapping[str, Plan], drawing: str, words: FrontWords) -> str:

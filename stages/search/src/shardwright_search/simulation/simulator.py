@@ -35,7 +35,7 @@ class BackwardPass(NamedTuple):
     """A backward pass and its reductions, in picoseconds since its start."""
 
     gradient_ps: int
-    """Time at which the gradient for the stage before is there."""
+    """Time at which the gradient for the stage before is complete."""
     busy_ps: int
     """Time at which the reductions are over, too."""
     reductions_ps: tuple[tuple[int, int], ...] = ()
@@ -45,8 +45,9 @@ class BackwardPass(NamedTuple):
 def backward_pass(layers: Sequence[Reduction], overlap: Overlap | None, gradient_sync_ps: int = 0) -> BackwardPass:
     """Simulate one pass over `layers`, which are in forward order and so run from the last to the first.
 
-    A reduction waits for its layer's gradients and for the reductions before it. While one overlaps with a backward
-    pass each advances at 1 / slowdown; without an overlap all of them follow. Then follows `gradient_sync_ps`.
+    A reduction waits for its layer's gradients and for the reductions before it. While a reduction and a layer's
+    backward pass overlap, each advances at 1 / slowdown; without `overlap` all reductions follow the pass. At the end
+    follows `gradient_sync_ps`.
     Every event is rounded up to a picosecond.
     """
     now = begun = 0
@@ -83,9 +84,9 @@ def _left(work_ps: int, slowdown: float, spent_ps: int) -> int:
 
 
 _MAX_PASSES = 2**16
-"""The most passes of a step that are played, unless it has many stages."""
+"""The most passes of a step that are simulated, unless it has many stages."""
 _MIN_ROUNDS = 6
-"""The least number of microbatches that are played, for each stage."""
+"""The least number of microbatches per stage that are simulated."""
 _MAX_ON_TIMELINE = 2**13
 """The most passes that a prediction lists: 2.5 MB of JSON, and more than a picture can show."""
 
@@ -102,11 +103,11 @@ class StageTimes(NamedTuple):
     """Reductions when the last microbatch's backward pass and `reductions` are over."""
     optimizer_ps: int
     reductions: tuple[Reduction, ...] = ()
-    """The layers of the last microbatch's backward pass, in forward order; () where no layer reduces in it."""
+    """The layers of the last microbatch's backward pass, in forward order; () if no layer reduces in it."""
     early_reductions: tuple[Reduction, ...] = ()
-    """The layers of every other microbatch's backward pass; () where reduction is deferred."""
+    """The layers of every other microbatch's backward pass; () if reduction is deferred."""
     overlap: Overlap | None = None
-    """Slowdowns; None where nothing is reduced before the backward pass is over."""
+    """Slowdowns; None if nothing is reduced before the backward pass is over."""
     further_ps: Mapping[Pass, int] = {}
     """Passes of one microbatch other than forward and backward, by kind."""
 
@@ -125,7 +126,7 @@ class StageTimes(NamedTuple):
     def backward_pass(self, last: bool) -> BackwardPass:
         """Return the backward pass of the last micro-batch, or of another one.
 
-        Raises ValueError where the layers' backward passes are not together `backward_ps`.
+        Raises ValueError if the layers' backward passes do not add up to `backward_ps`.
         """
         layers = (self.reductions if last else self.early_reductions) or (Reduction(self.backward_ps, 0),)
         together_ps = sum(layer.backward_ps for layer in layers)
@@ -135,7 +136,7 @@ class StageTimes(NamedTuple):
 
 
 class Event(NamedTuple):
-    """An event of a pipeline stage; None where it does not belong to one micro-batch or one chunk.
+    """An event of a pipeline stage; None if it does not belong to one micro-batch or one chunk.
 
     `send_forward` and `send_backward` are on the stage's link to the next or to the previous stage.
     """
@@ -165,9 +166,9 @@ def simulate(
 
     `ranges` are in the order a microbatch goes through them (`Schedule.way`).
 
-    Sends are asynchronous: they delay the receiver, not the sender; a link carries one message of a direction at a
-    time. What a backward pass reduces overlaps with it (see `backward_pass`): its message leaves when the backward pass
-    is over, the stage's next pass begins when the reductions are over too. The optimizer waits for all stages, for
+    Sends are asynchronous: they delay the receiver, not the sender; a link carries one message in a direction at a
+    time. Reductions overlap with the backward pass (see `backward_pass`): its message leaves when the backward pass is
+    over, and the stage's next pass begins when the reductions are over, too. The optimizer waits for all stages, as
     clipping needs the norm of all gradients.
     """
     num_stages = len(ranges) // num_chunks
@@ -196,8 +197,9 @@ def simulate(
 def step_time_ps(ranges: Sequence[StageTimes], schedule: Schedule, num_microbatches: int, num_chunks: int = 1) -> int:
     """Return when the last event of `simulate` ends, without making the events.
 
-    Of very many microbatches some are played, until the passes repeat themselves; each period more adds as much as the
-    last one. If they do not yet repeat themselves, that is half of those played.
+    If there are very many microbatches, only some are simulated, until the passes repeat themselves; each further
+    period adds as much time as the last one. If they do not repeat themselves yet, half of the simulated microbatches
+    count as a period.
     """
     num_stages = len(ranges) // num_chunks
     enough = num_played(len(ranges), num_stages, num_microbatches)
@@ -221,14 +223,14 @@ def step_time_ps(ranges: Sequence[StageTimes], schedule: Schedule, num_microbatc
 def num_played(num_ranges: int, num_stages: int, num_microbatches: int) -> int:
     """Return the number of micro-batches that `step_time_ps` simulates before it looks for a period, at most all.
 
-    They are fewer by whole groups: how interleaved passes repeat themselves depends on what is beside those.
+    The others are a whole multiple of `num_stages`: how interleaved passes repeat themselves depends on the remainder.
     """
     enough = max(_MIN_ROUNDS * num_stages, _MAX_PASSES // (2 * num_ranges))
     return num_microbatches - max(0, num_microbatches - enough) // num_stages * num_stages
 
 
 def has_timeline(num_ranges: int, num_stages: int, num_microbatches: int) -> bool:
-    """Return whether a step has so few passes, all of them played, that a prediction lists them."""
+    """Return whether a step has so few passes, all of them simulated, that a prediction lists them."""
     is_whole = num_played(num_ranges, num_stages, num_microbatches) == num_microbatches
     return is_whole and 2 * num_ranges * num_microbatches <= _MAX_ON_TIMELINE
 
@@ -247,7 +249,7 @@ def _played(
 def _period(starts: NDArray[np.int64], num_stages: int) -> tuple[int, int | None]:
     """Return the period, in micro-batches, after which all starts [passes, microbatches] repeat with a shift.
 
-    And by how much, where that is the same for all passes; that of GPipe's is one for forward and one for backward.
+    Also return the shift, if it is the same for all passes, else None: GPipe's forward and backward passes differ.
     """
     count = int(starts.shape[1])
     tail = starts[:, count // 3 : count - min(4 * num_stages, count // 3)]  # neither the first nor the last ones
@@ -266,8 +268,8 @@ def lower_bound_ps(
 
     Range j starts when the first microbatch has come through the ranges before it. Then its stage does all passes of it
     and of the later ranges that the stage holds, with their reductions. The last of these passes is a backward pass:
-    its message, which waits for no reduction, must still go back to each range k < j and be reduced there. What
-    sends nothing may come before or after that message, but the last such pass of range k comes after it.
+    its message, which waits for no reduction, must still go back to each range k < j and be reduced there. Passes
+    that send nothing may come before or after that message, but the last such pass of range k comes after it.
     """
     bounds = []
     fill = 0
@@ -307,7 +309,10 @@ class _Step(NamedTuple):
 
 
 def _steps(ranges: Sequence[StageTimes], schedule: Schedule) -> list[_Step]:
-    """Return a microbatch's steps: each kind of pass through all ranges, first to last or back; then the last one's."""
+    """Return the steps of a microbatch: each kind of pass through all ranges, first to last or back.
+
+    The steps of the last microbatch follow.
+    """
     sends = [here.send_ps for here in ranges[:-1]]
     sends_by_way = {1: [*sends, 0], -1: [0, *sends], 0: [0] * len(ranges)}
     steps = []
@@ -324,12 +329,12 @@ class _OrderedAction(NamedTuple):
     slot: int
     """Number of the step on a microbatch's way x microbatches + the microbatch."""
     then: int
-    """The slot that its message is for: the next step's, or one that nothing begins in."""
+    """The slot that its message is for: the slot of the next step, or one in which nothing begins."""
     step: int
     """Number in `_steps`."""
     stage: int
     link: int
-    """Number of what carries its message."""
+    """Number of the link that carries its message."""
 
 
 @lru_cache(maxsize=16)
@@ -346,8 +351,8 @@ def _order(schedule: Schedule, num_stages: int, num_microbatches: int, num_chunk
         step = before[kind] + (num_ranges - 1 - through if kind.way < 0 else through)
         # A stage has a link to the next stage and one to the previous stage.
         link = 2 * stage + (forward is not (schedule.turns and chunk % 2 == 1))
-        # No link carries what a stage hands to itself at the model's end or between chunks, what the way ends with, or
-        # a silent pass.
+        # No link carries what a stage hands to itself at the model's end or between chunks, or the end of the way, and
+        # a silent pass sends nothing.
         if not kind.way:
             link = 2 * num_stages + 2
         elif through == (num_ranges - 1 if forward else 0):
@@ -360,7 +365,7 @@ def _order(schedule: Schedule, num_stages: int, num_microbatches: int, num_chunk
 
     lists = [pipeline_schedule.actions(num_stages, num_microbatches, stage, num_chunks) for stage in range(num_stages)]
     waiting = [[ordered(*action, stage) for action in reversed(actions)] for stage, actions in enumerate(lists)]
-    # What sends nothing gets nothing either: it follows the pass that it needs in its stage's list.
+    # A pass that sends nothing receives nothing either: it follows the pass that it needs in its stage's list.
     silent = {before[kind] + through for kind in kinds if not kind.way for through in range(num_ranges)}
     come = {step * num_microbatches + i for step in {0, *silent} for i in range(num_microbatches)}
     order: list[_OrderedAction] = []
@@ -373,7 +378,7 @@ def _order(schedule: Schedule, num_stages: int, num_microbatches: int, num_chunk
 
 
 class _PassTimes(NamedTuple):
-    """Times at which each slot's action started and its message came, and each stage is free at last."""
+    """Times at which each slot's action starts and its message arrives, and at which each stage is finally free."""
 
     starts: list[int]
     arrivals: list[int]
@@ -383,7 +388,7 @@ class _PassTimes(NamedTuple):
 def _run_passes(
     order: Sequence[_OrderedAction], steps: Sequence[_Step], num_stages: int, num_microbatches: int
 ) -> _PassTimes:
-    """Go through the actions once; plain lists, for this is the search's innermost loop."""
+    """Return the times of all actions in one walk; with plain lists, as this is the search's innermost loop."""
     lengths = [step.times.gradient_ps for step in steps]
     busy = [step.times.busy_ps for step in steps]
     sends = [step.send_ps for step in steps]

@@ -1,8 +1,8 @@
 """The best plan over many configurations: bound all, then solve the most promising ones by bound tightening.
 
-Each configuration is bounded first. The one with the least bound is solved below a limit a little above it; if no
-plan is below it, that is a proof that raises the bound, and the next limit is further above. The search ends when no
-bound is below the best plan. Stopped early, it still knows the least bound of what is left, and so the gap.
+Each configuration is bounded first. The one with the least bound is solved below a limit a little above its bound. If
+no plan is below that limit, the limit is the new bound, and the next limit is further above it. The search ends when
+no bound is below the best plan. If it is stopped early, it still knows the least bound of what is left, and so the gap.
 """
 
 import heapq
@@ -20,23 +20,23 @@ from shardwright_search.solver.stopping import Spent, ended
 from shardwright_search.solver.targets import AT_ONCE, GUESSED, WIDE, Best, C, Optimum, Solvable, Target, best_guess
 
 _MAX_NEAR_LABELS = 100_000
-"""Work on plans near the best one once that is proven to be within the gap."""
+"""Most labels made to find plans near the best one, once the best one is proven to be within the gap."""
 _MAX_WIDER_LABELS = 6_000
-"""Work on a configuration's plans past the limit that it was solved below."""
+"""Most labels made to find a configuration's plans above the limit that it was solved below."""
 _RELAXED = -1
-"""Tries of a configuration that has only a relaxed bound."""
+"""The value of `tries` for a configuration that has only a relaxed bound."""
 _LIMITS = (0.001, 0.0015, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.2, 1.0)
-"""Shares by which a limit is above the one before it."""
+"""Shares by which each limit exceeds the one before it; the first exceeds the bound."""
 
 
 class Open(NamedTuple):
-    """A configuration that is not solved yet, by its bound, and how often no plan was found below a limit."""
+    """A configuration that is not solved yet, sorted by its bound; `tries`: how many limits have no plan below them."""
 
     bound: float
     number: int
     tries: int
     guess: float | None = None
-    """The score of a known plan; infinity: none was found."""
+    """The score of a guessed plan; infinity: no plan was found; None: no plan has been guessed yet."""
 
 
 _NOTHING = Open(np.inf, -1, 0)
@@ -44,7 +44,7 @@ _NOTHING = Open(np.inf, -1, 0)
 
 
 def _cuts_of(here: Open, limit: float) -> list[float]:
-    """Return the increasing limits to try, up to the requested limit."""
+    """Return the ascending limits to try for a configuration, from one above its bound up to `limit`."""
     cuts = list(accumulate(_LIMITS[here.tries :], lambda cut, more: cut * (1 + more), initial=here.bound))[1:]
     return [*(cut for cut in cuts if cut < limit), limit]
 
@@ -61,14 +61,14 @@ def optimize(
     wide: bool = False,
     gap: float = 0.0,
 ) -> Optimum[C]:
-    """Return the best plan of all configurations, and up to `most` of each configuration within `near` of it.
+    """Return the best plan of all configurations, and up to `most` plans of each with scores within `near` of the best.
 
-    With a `gap` the search is done as soon as the best plan is proven to be within that share of the least bound; plans
-    near it are then looked for as far as that is little work, and the best of all is the answer.
-    `deadline` and Ctrl-C end the search early. `report` hears the best score, the least
-    bound and how many configurations are left. After `max_labels` labels it ends early, too. A configuration that
-    `waits` comes after the best plan of all others is found, which a search that is stopped then has. `wide`: guesses
-    far above loose bounds are plans to be stayed below, too.
+    `near` and `gap` are shares. With a `gap` the search ends as soon as the best plan is proven to be within that share
+    of the least bound; plans near it are then looked for only as far as that is little work, and the best of all is the
+    answer. `deadline`, Ctrl-C and `max_labels` labels end the search early. `report` receives the best score, the least
+    bound and the number of configurations left. Configurations for which `waits` is true are solved after all others,
+    so that a search that is stopped meanwhile has the best plan of the others. `wide`: bounds are loose, so plans are
+    guessed far above them, and further plans must be better than the guessed ones.
     """
     search = Search(targets, solvable, most, max_labels, wide)
 
@@ -94,7 +94,7 @@ def optimize(
 def plans_below(
     targets: Sequence[Target[C]], solvable: Callable[[C], Solvable], limit: float, most: int, max_labels: float
 ) -> Iterator[Best[C]]:
-    """Yield up to `most` plans of each configuration below a limit, until a number of labels has been made."""
+    """Yield up to `most` plans of each configuration with scores below `limit`, until `max_labels` labels are made."""
     search = Search(targets, solvable, most, max_labels)
     with suppress(Spent):
         for target in targets:
@@ -124,9 +124,9 @@ class Search(Generic[C]):
         self.plans: dict[int, tuple[Best[C], ...]] = {}
         """Plans below the limit, by configuration; empty if none was found."""
         self.guesses: dict[int, Best[C]] = {}
-        """Guessed plans below their limits by configuration, which may be solved yet."""
+        """Guessed plans below their limits, by configuration, even if that is not solved yet."""
         self._reach: dict[int, float] = {}
-        """Scores below which all plans of a configuration with plans are known, up to the most that are asked."""
+        """For each configuration with plans: the score below which all its plans are known, up to `most` of them."""
         self.best: Best[C] | None = None
         self.looked_at = 0
 
@@ -137,7 +137,7 @@ class Search(Generic[C]):
 
     @property
     def best_known(self) -> Best[C] | None:
-        """Best plan so far, guesses included, which other plans of their configurations need not stay below."""
+        """Best plan so far, including guesses: unless `wide`, other plans need not be better than a guess."""
         return min((*self.guesses.values(), *self._best), key=_score, default=None)
 
     @property
@@ -167,10 +167,11 @@ class Search(Generic[C]):
         take: Callable[[Best[C]], None] = lambda best: None,
         waits: Callable[[C], bool] = lambda configuration: False,
     ) -> None:
-        """Solve every configuration up to its limit, by ascending bound, and pass each better plan of one to `take`.
+        """Solve every configuration up to its limit, by ascending bound, and pass the plans found to `take`.
 
-        Limits may fall meanwhile. `report` hears the least bound and how many configurations are left. Those that
-        `wait` come after all others, but for bounds that are the least of all.
+        Limits may fall meanwhile. `report` receives the least bound and the number of configurations left.
+        Configurations for which `waits` is true are solved after all others; they are bounded earlier if their relaxed
+        bound is the least of all.
         """
         self._relax(waits)
         while self.heap or self._end_wait():
@@ -184,7 +185,7 @@ class Search(Generic[C]):
                 heapq.heappop(self.heap)
                 continue
             report(self.min_bound, self.num_left)
-            # A guess may be there from an earlier step: `take` receives it only once.
+            # A guess may exist from an earlier step: `take` receives it only once.
             before = self.guesses.get(here.number)
             self._step(here, limit)
             guessed = self.guesses.get(here.number)
@@ -205,15 +206,15 @@ class Search(Generic[C]):
         return True
 
     def _end_wait(self) -> bool:
-        """Start the waiting configurations; return whether there are any."""
+        """Queue the waiting configurations for solving; return whether there are any."""
         self.heap, self._waiting = self._waiting, []
         return bool(self.heap)
 
     def find_all(self, limit: float, max_labels: float = np.inf) -> None:
-        """Find all plans up to a limit above the best one, as far as a number of labels goes."""
+        """Find all plans with scores up to `limit`, until `max_labels` more labels have been made."""
         self.heap, self._closed = [*self.heap, *self._closed], []
         heapq.heapify(self.heap)
-        # Either limit may end the work here; only the one of the whole search is passed on.
+        # Either limit on labels may end the work here; `Spent` is passed on only for the limit of the whole search.
         whole, self._max_labels = self._max_labels, min(self._max_labels, self._labels + max_labels)
         try:
             while self.heap and self.heap[0].bound <= limit:
@@ -231,7 +232,7 @@ class Search(Generic[C]):
         return {number: 0.0 for number in range(self.looked_at, len(self._targets))} | self._open
 
     def final_scores(self) -> dict[int, float]:
-        """Return the best plans' scores, and the bounds that are not below their limits, by number."""
+        """Return by configuration number the best plan's score, or the bound if that is not below the limit."""
         closed = {one.number: one.bound for one in self._closed}
         return closed | {number: plans[0].score for number, plans in self.plans.items() if plans}
 
@@ -265,16 +266,16 @@ class Search(Generic[C]):
     def _bound(self, here: Open, queue: list[Open]) -> None:
         """Bound a configuration that has only a relaxed bound, and queue it again if a plan may fit in it."""
         self._now, target = here, self._targets[here.number]
-        # Neither bound implies the other: one shares all memory, the other cuts layers into stages.
+        # Neither bound implies the other: the relaxed one pools all memory, the other one cuts layers into stages.
         bound = max(here.bound, target.score(self._solvable(target.configuration).lower_ps))
         if np.isfinite(bound):
             heapq.heappush(queue, Open(bound, here.number, 0))
 
     def _solve(self, here: Open, target: Target[C], limit: float) -> None:
-        """Solve a configuration below its next limit; without a plan its bound rises, or it is infeasible.
+        """Solve a configuration below its next limit; if no plan is found, its bound rises, or it is infeasible.
 
-        Narrow limits in which a guess says that there is no plan are passed over: what is found below a wider one is
-        reported as the narrowest would have it.
+        Limits that a guessed plan is not below are skipped. Of the plans found below a wider limit, only those below
+        the narrowest limit that has any are kept, so that skipping does not change the result.
         """
         solvable, cuts = self._solvable(target.configuration), _cuts_of(here, limit)
         self.plans.setdefault(here.number, ())
@@ -312,7 +313,7 @@ class Search(Generic[C]):
             self.best = self.best_known
 
     def _widen(self, limit: float) -> None:
-        """Find all plans up to a limit, for configurations solved below a lower one, as far as that is little work."""
+        """For configurations solved below a lower limit, find all plans up to `limit` if that is little work."""
         for number, reach in self._reach.items():
             plans, above = self.plans[number], float(np.nextafter(limit, np.inf))
             if plans and reach < above:
@@ -322,7 +323,7 @@ class Search(Generic[C]):
     def _guess(self, here: Open, target: Target[C], limit: float) -> PricedSolution | None:
         """Return the best plan that a heuristic finds; None if it finds none.
 
-        If bounds are loose or no plan is known, guess with a growing limit until a plan is found.
+        If bounds are loose (`wide`) or no plan is known, guess with growing limits until a plan is found.
         """
         solvable, enough = self._solvable(target.configuration), target.time_ps(here.bound * (1 + AT_ONCE))
         further = [above for above in WIDE if self._wide or above >= GUESSED]
@@ -353,7 +354,7 @@ class Exhausted(NamedTuple):
     """The bounds at the end of a search."""
 
     bounds: tuple[float, ...]
-    """Lower bound of the scores of a target's plans, unless its limit is lower; infinity: it has no plan."""
+    """By target: a lower bound of its plans' scores, raised no further than its limit; infinity: it has no plan."""
     open: tuple[int, ...]
     """The targets that may have a plan below their limit: none, unless the search was stopped."""
     looked_at: int
@@ -371,9 +372,9 @@ def exhaust(
 ) -> Exhausted:
     """Pass the best plan of each target below its limit to `take`, as soon as it is found.
 
-    Targets are worked on by ascending bound. So where limits come from plans with a lower score alone, a target is
-    solved no further than it must be: all plans below its bound are known. `deadline` and Ctrl-C end the search early.
-    `report` hears the least bound and how many targets are left.
+    Targets are worked on by ascending bound, so all plans with scores below a target's bound are known when it is
+    solved. If limits depend only on plans with lower scores, no target is solved further than necessary. `deadline` and
+    Ctrl-C end the search early. `report` receives the least bound and the number of targets left.
     """
     search = Search(targets, solvable, 1, np.inf, True)
     stopped = not ended(partial(search.run, limit_of, report, take), deadline)

@@ -1,9 +1,9 @@
 """Lower bounds on T, for a whole configuration and for every pipeline stage that a plan below some T can have.
 
-Let T = sum A + s max A + max U be the closed form, and a, z and g the least of A, of s A + U, and of
-(1 + s/p) A + U/p of a stage: T >= sum a + max z, and T >= sum g, for no maximum is less than the mean. Both are
-minimised over the cuts by dynamic programmes forward and backward, which then bound T for every stage and every run of
-layers it may hold. With several node types bands bound sum and maximum together.
+Let T = sum A + s max A + max U be the closed form over p stages. For a stage, let a be the least A, z the least
+(1 + s) A + U less a, and g the least (1 + s/p) A + U/p. Then T >= sum a + max z, and T >= sum g, because no maximum is
+less than the mean. Both are minimised over the cuts by dynamic programmes forward and backward, which then bound T for
+every stage and every run of layers it may hold. With several node types, bands bound sum and maximum together.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,26 +21,26 @@ from shardwright_search.step.pareto import Ints, Numbers
 
 # Bounds for plans grouped by their largest Z: a stage's A times the steady count, plus its U.
 #
-# With several node types few layers on the slow ones make the sum of A small and many make the largest Z small, so the
-# least of each together bounds little. The largest Z of a plan lies between two edges of a scale. No stage of the plan
-# then has a larger Z than the upper edge, which runs of layers whose least Z is above it cannot be in; and T is no less
-# than the sum of A and the lower edge. The least over all bands holds for every plan.
+# With several node types, few layers on the slow ones make the sum of A small, and many make the largest Z small, so
+# the least sum plus the least maximum bounds little. The largest Z of a plan lies between two edges of a scale. Then no
+# stage of the plan holds a run of layers whose least Z is above the upper edge, and T is no less than the sum of A plus
+# the lower edge. The least over all bands holds for every plan.
 #
-# A stage's Z is bounded below by the least of its own sum. (What the bounds below call z, the least of
-# m A + U less the least of A, is no bound on Z: it may be above it, and only adds up with the least sum of A.)
+# A stage's Z is bounded below by the least of s A + U. (What the bounds below call z, the least of (1 + s) A + U less
+# the least A, is no bound on Z: it may exceed Z, and is valid only in addition to the least sum of A.)
 
 
 _FIRST, _STEP, _COUNT = 0.9, 1.025, 32
-"""Band edges: the lowest over the least possible largest Z, each over the one before, and their number."""
+"""Band edges: ratio of the lowest to the least possible largest Z, ratio of each to the one before, and number."""
 
 
 class StageLowerBounds(NamedTuple):
     """Lower bounds for a pipeline stage on one device group [start, end]; infinity: that run of layers does not fit."""
 
     time: Numbers
-    """A."""
+    """A: the time of a microbatch in the stage."""
     largest: Numbers
-    """Z."""
+    """Z: A times the coefficient of the slowest stage in T, plus U."""
 
 
 class Move(NamedTuple):
@@ -53,7 +53,7 @@ class Move(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Least that all stages but one add to T [runs of that one]."""
+    """Lower bounds of what all stages except one add to T, for each run that this one may hold [runs]."""
 
     total: Numbers
     """Sum of their A."""
@@ -67,7 +67,7 @@ class Known(NamedTuple):
     time: Numbers
     """The stage's A."""
     slowest: Numbers
-    """The least that is added to the sum of A, over all stages; `slowest_of_others`: over the other stages."""
+    """The least by which T exceeds the sum of A, from all stages; `slowest_of_others`: from the other stages only."""
     slowest_of_others: Numbers
     sums: Sums
     limit: float
@@ -85,7 +85,7 @@ class Rests(NamedTuple):
     """[bands]: the lower edges, ascending."""
 
     def least(self, layers: Ints, largest: Numbers) -> Numbers:
-        """Return the least sum of A and largest Z, given the other stages' largest Z and a layer [labels]."""
+        """Return the least of sum of A plus largest Z of all, given the layers and the others' largest Z [labels]."""
         # In the band of the others' largest Z that Z itself counts; in any higher one a stage to come has a larger Z,
         # which is no less than the band's lower edge.
         band = np.searchsorted(self.floors, largest, side="right")
@@ -94,9 +94,9 @@ class Rests(NamedTuple):
 
 
 class Bands:
-    """The bounds of one configuration; `slowest`: lower bound of the part of T in excess of the sum of A.
+    """The bounds of one configuration; `slowest`: a lower bound of the part of T that exceeds the sum of A.
 
-    `costs_of` gives the same object where costs are the same.
+    `costs_of` returns the same object for equal costs.
     """
 
     def __init__(self, problem: Problem, costs_of: Callable[[Move], StageLowerBounds], slowest: float) -> None:
@@ -121,13 +121,16 @@ class Bands:
 
     @cached_method
     def after(self, stage: int, position: Position) -> Rests:
-        """Return the bounds of a stage and the stages after it, if the stages before it occupy `position`."""
+        """Return the bounds of a stage and all stages after it, if the stages before it occupy `position`."""
         sums = self._after[stage][position]
         above = np.minimum.accumulate((sums + self.floors[:, None])[::-1])[::-1]
         return Rests(sums, np.concatenate([above, np.full((1, sums.shape[1]), np.inf)]), self.floors)
 
     def sums(self, move: Move, runs: tuple[Ints, Ints], known: Known) -> Sums:
-        """Return the known sums, raised for a stage with runs that start and end there; infinity: no plan is below."""
+        """Return `known.sums`, raised by the bands, for a stage that holds `runs` (starts, ends) [runs].
+
+        Infinity: no plan with T below the limit has this stage with this run.
+        """
         (start, end), floors = runs, self.floors[:, None]
         others = self._before[move.stage][move.position][:, start] + self._after[move.stage + 1][move.after][:, end]
         largest = self._costs_of(move).largest[start, end]
@@ -138,7 +141,7 @@ class Bands:
         return Sums(*map(np.maximum, known.sums, (others.min(0), with_largest)))
 
     def _pass(self, stages: range, forward: bool) -> list[dict[Position, Numbers]]:
-        """Return the least sums of A [bands, layers + 1] of the stages passed, before the first and after each."""
+        """Return by position the least sum of A of the stages passed [bands, layers + 1], first of none of them."""
         problem, shape = self._problem, (len(self.floors), len(self._problem.layers) + 1)
         nothing = np.full(shape, np.inf)
         nothing[:, 0 if forward else -1] = 0.0
@@ -168,7 +171,7 @@ class Bands:
         return starts, slice(stage + 1, total - later + 1) if later else slice(total, total + 1)
 
     def _in_bands(self, costs: StageLowerBounds, starts: slice, ends: slice, forward: bool) -> Numbers:
-        """Return A [bands, reached, passed] if no Z is above the band, else infinity."""
+        """Return the least A of a stage [bands, layers reached, layers passed]; infinity if its Z is above the band."""
         time, largest = (values[starts, ends] for values in costs)
         if forward:
             time, largest = time.T, largest.T
@@ -188,7 +191,10 @@ class StageKind(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """Bounds on some stages of a plan, by the layer where they begin or end: sum of a, largest z, sum of g."""
+    """Bounds on some stages of a plan, by the layer where they begin or end: sum of a, largest z, sum of g.
+
+    a, z and g are defined in the module's docstring: least A, what the slowest stage adds, and the mean's share of T.
+    """
 
     total: Numbers
     slowest: Numbers
@@ -208,7 +214,7 @@ class Rest(NamedTuple):
 
 
 class TargetRun(NamedTuple):
-    """A run of layers that a stage may hold, and the limits for its A, m A + U and the mixture of g."""
+    """A run of layers that a stage may hold, and the caps that its costs by the three `weightings` must stay below."""
 
     run: int
     caps: tuple[float, ...]
@@ -264,7 +270,7 @@ class ConfigurationBounds:
     def _raise_caps(
         self, caps: Numbers, stage: int, group: int, position: Position, after: Position, limit: float
     ) -> bool:
-        """Raise the caps [runs, weightings] to those of a stage on a group; return whether the stage can be there."""
+        """Raise `caps` [runs, weightings] to the caps of a stage on a group; return whether the stage can be there."""
         before = self._before[stage][position]
         send = self._send(stage, position, group, after)
         costs, behind = self._costs(stage, group, send), self.after[stage + 1][after]
@@ -289,7 +295,7 @@ class ConfigurationBounds:
         return bool(possible.any())
 
     def _moves(self, stage: int) -> Iterator[tuple[Position, int, Position]]:
-        """Yield each position before a stage, each group that it can be on, and the position after it."""
+        """Yield each position before a stage, with each group that the stage can be on and the position after it."""
         for position, moves in self.problem.placements[stage].items():
             for group, after in moves:
                 yield position, group, after
@@ -305,7 +311,7 @@ class ConfigurationBounds:
 
     @cached_method
     def _able(self, stage: int) -> NDArray[np.bool_]:
-        """Return [start, end] whether a run leaves each other stage a layer."""
+        """Return [start, end] whether a stage with this run of layers leaves each other stage a layer."""
         total = len(self.problem.layers)
         able = np.zeros((total + 1, total + 1), bool)
         for start in (0,) if stage == 0 else range(stage, total):
@@ -314,7 +320,7 @@ class ConfigurationBounds:
         return able
 
     def _in_bands(self, move: Move) -> StageLowerBounds:
-        """Return the bounds of a stage that bands read; the same object for the same costs."""
+        """Return the lower bounds of a stage that `Bands` reads; the same object for the same costs."""
         return self._banded(move.stage, move.group, self._send(*move))
 
     @cached_method
@@ -336,7 +342,7 @@ class ConfigurationBounds:
         return into + min((least[Cut(after, group, neighbour)] for neighbour in behind), default=0.0)
 
     def _min_sends(self, stage: int, group: int) -> float:
-        """Return the least that a stage's sends take, whatever its neighbours."""
+        """Return the least time that a stage's sends take together, for any neighbours."""
         least = (({}, *self.problem.min_sends_ps, {}))[stage : stage + 2]
         into = min((time for (_, behind), time in least[0].items() if behind == group), default=0.0)
         return into + min((time for (before, _), time in least[1].items() if before == group), default=0.0)
@@ -358,9 +364,9 @@ class ConfigurationBounds:
 
 
 def _fewer(in_flight: int) -> int:
-    """Return the largest smaller number of the form 2^n or 3 x 2^n.
+    """Return the largest number of the form 2^n or 3 x 2^n that is not above a number in flight.
 
-    With fewer in flight a stage needs no more memory or time.
+    With fewer microbatches in flight a stage needs no more memory or time.
     """
     # Few distinct counts let stages and configurations share their costs.
     power = 1 << (in_flight.bit_length() - 1)

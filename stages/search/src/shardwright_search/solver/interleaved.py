@@ -1,8 +1,8 @@
 """The best plan of an interleaved schedule in a restricted space: equal chunks, equal strategies at each position.
 
-The first chunk may lack positions at its start, and the last one at its end. All stages lie alike, every chunk holds
-the same types of layers at the same positions, and a position has the same option in every chunk; embedding and head
-are free.
+Positions may be missing at the start of the first chunk and at the end of the last one. All stages are placed alike,
+every chunk holds the same types of layers at the same positions, and a position has the same option in every chunk; the
+options of embedding and head are free.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,24 +20,24 @@ from shardwright_search.step.pareto import Ints, Numbers, non_dominated, pairs
 
 # Labels of the interleaved schedule: choices of options for the first positions of a chunk, and their comparison.
 #
-# Chunks that lack positions have numbers of their own, so that a label is as many chains as there are such chunks, and
-# one of all positions. Everything that matters grows with each number, so non-dominated labels are enough; what grows
-# with several numbers at once is compared as one.
+# A chunk with missing positions has costs of its own, so that a label consists of one chain for each such range of
+# positions, and one for all positions. Everything that matters grows with each number of a chain, so non-dominated
+# labels are enough; weighted sums of several numbers are compared in place of the numbers.
 
 
 class Chain(NamedTuple):
-    """Ways to treat the positions so far of one range, one entry each."""
+    """Ways to choose options for the positions so far of one range, one entry for each way."""
 
     time_ps: Numbers
     exposed_ps: Numbers
     state_bytes: Numbers
     activation_bytes: Numbers
     gradient_bytes: Numbers
-    """Bytes once they are made, with the sums that are kept in addition to them."""
+    """Bytes of the gradients once they are made, with the sums that are kept in addition to them."""
     peak_bytes: Numbers
-    """The most that one microbatch holds on its way."""
+    """The most that one microbatch holds in a pass that makes no gradients."""
     making_bytes: Numbers
-    """The most that it holds in a backward pass that makes the gradients on its way."""
+    """The most that one microbatch holds in a backward pass that makes the gradients, these included."""
     host_bytes: Numbers
     input_layout: Ints
     output_layout: Ints
@@ -48,12 +48,12 @@ class Chain(NamedTuple):
 
     @property
     def memory(self) -> StageMemory:
-        """Return the memory of one micro-batch [labels, kinds of passes]: without and with gradients."""
+        """Return the bytes of one micro-batch [labels, 2]: in passes that make no gradients, and that make them."""
         peaks = np.stack([self.peak_bytes, self.making_bytes], -1)
         return StageMemory(np.broadcast_to(self.activation_bytes[:, None], peaks.shape), peaks)
 
     def then(self, options: Options, redistribution_ps: Numbers | None) -> "Chain":
-        """Return each way with an option of the next position; without redistribution it is the first of the range."""
+        """Return each way with an option of the next position; `redistribution_ps` None: it is the range's first."""
         memory = self.memory.then(passes_of(options))
         first = redistribution_ps is None
         return Chain(
@@ -71,10 +71,10 @@ class Chain(NamedTuple):
 
 
 class ChunkLabels(NamedTuple):
-    """Ways to treat the first positions of a chunk, one entry each."""
+    """Ways to choose options for the first positions of a chunk, one entry for each way."""
 
     chains: tuple[Chain, ...]
-    """The ways by range of positions."""
+    """Numbers of the ways, by range of positions."""
     parent: Ints
     option: Ints
 
@@ -84,7 +84,7 @@ class ChunkLabels(NamedTuple):
 
 
 def passes_of(options: Options) -> LayerMemory:
-    """Return the memory of a layer for one micro-batch [options, kinds of passes]."""
+    """Return a layer's bytes for one micro-batch [options, 2]: in passes that make no gradients, and that make them."""
     return layer_passes(options.late_bytes + options.sum_bytes, options.activation_bytes, options.workspace_bytes)
 
 
@@ -94,14 +94,14 @@ class _Held(NamedTuple):
     peak: int
     """Index of the peak: 0 for none, 1 for passes that make no gradients, 2 for the others."""
     worked_on: int
-    """Range of the chunk worked on; without a peak 0."""
+    """Index of the active chunk's range; 0 without a peak."""
     states: tuple[float, ...]
-    """Counts by range."""
+    """How often the states of each range count; `activations` and `gradients` likewise."""
     activations: tuple[float, ...]
     gradients: tuple[float, ...]
 
     def bytes(self, chains: Sequence[Chain]) -> Numbers:
-        """Return this sum's bytes for each label."""
+        """Return the bytes of this sum for each label."""
         held = np.zeros(len(chains[0].time_ps))
         for chain, states, activations, gradients in zip(
             chains, self.states, self.activations, self.gradients, strict=True
@@ -114,9 +114,9 @@ class _Held(NamedTuple):
 class Comparison:
     """The columns in which one label must be no worse to dominate another.
 
-    A plan's T is a number times the sum of A', another times the largest of them, and the largest U: there is such a
-    sum for each place of the slowest stage and of that with the largest U.
-    What a stage holds at a moment is so many chunks' states, activations and gradients, and a peak or what follows.
+    T is a weighted sum of the sum of A', the largest A' and the largest U: there is one column for each place of the
+    slowest stage and each place of the stage with the largest U. The memory of a stage at a moment is a weighted sum of
+    the states, activations and gradients of its chunks, plus the peak of the active chunk if it is there.
     """
 
     def __init__(self, problem: InterleavedProblem) -> None:
@@ -126,7 +126,7 @@ class Comparison:
     def columns(self, labels: ChunkLabels) -> Numbers:
         """Return the numbers to compare [labels, columns]."""
         problem, m = self._problem, self._problem.num_microbatches
-        # Of long steps with as many microbatches as stages or more, the first sum is the larger one.
+        # If a step is long and has at least as many microbatches as stages, the first closed form is the larger one.
         few = m < problem.pp_size or bool((labels.chains[0].time_ps < 2 * m).any())
         times, exposed = (np.stack([chain[number] for chain in labels.chains]) for number in range(2))
         costs = [by_time @ times + by_exposed @ exposed for by_time, by_exposed in self._costs(1 + few)]
@@ -134,7 +134,7 @@ class Comparison:
         return np.stack([*costs, *(sum_of.bytes(labels.chains) for sum_of in self.held), *hosts], 1)
 
     def _costs(self, forms: int) -> Iterator[tuple[Numbers, Numbers]]:
-        """Yield how often T counts the time and U of each range."""
+        """Yield how often T counts the time and the U of each range, for each slowest stage and stage with most U."""
         problem, v = self._problem, self._problem.num_chunks
         by_place = {place: problem.by_span(place, v, place is not Place.MIDDLE) for place in problem.places}
         total = (
@@ -148,17 +148,18 @@ class Comparison:
 
 
 def hosted(problem: InterleavedProblem, chains: Sequence[Chain]) -> list[Numbers]:
-    """Return the host memory that stages of each place take, by label; embedding and head take none."""
+    """Return the host bytes of a stage at each place, by label; embedding and head take none."""
     v = problem.num_chunks
     counts = (problem.by_span(place, v, place is not Place.MIDDLE) for place in problem.places)
     return [np.asarray(sum(n * chain.host_bytes for n, chain in zip(each, chains, strict=True))) for each in counts]
 
 
 def _sums_of_moments(problem: InterleavedProblem) -> Iterator[_Held]:
-    """Yield the memory sums of all moments: a peak, and chunks' states, activations and gradients.
+    """Yield the memory sums of all moments: states, activations and gradients of chunks, and a peak.
 
-    Of peaks 0 is none: activations count once more, where a workspace follows a chunk, and gradients, where one
-    comes ahead of it. Sums between others are left out: what is no larger in those is no larger in these.
+    Peak 0 is none: the active chunk's activations count once more, for a workspace after the chunk, or its gradients,
+    for a workspace before it. Sums that lie between others are left out: a label that is no larger in the others is no
+    larger in these.
     """
     points: dict[_Held, set[tuple[float, float]]] = {}
     for place, moments in zip(Place, problem.moments_in_flight, strict=True):
@@ -173,7 +174,7 @@ def _sums_of_moments(problem: InterleavedProblem) -> Iterator[_Held]:
 
 
 def _sums_of(problem: InterleavedProblem, place: Place, moment: InFlight) -> Iterator[_Held]:
-    """Yield the possible memory sums of a stage at a moment, at the active chunk's peak and right after it."""
+    """Yield the possible memory sums of a stage at a moment: at the active chunk's peak, and outside of the chunk."""
     worked_on = problem.span_at(place) if moment.at_outer else 0
     here = np.arange(len(problem.spans.ranges)) == worked_on
     states = problem.by_span(place, problem.num_chunks, place is not Place.MIDDLE)
@@ -187,7 +188,7 @@ def _sums_of(problem: InterleavedProblem, place: Place, moment: InFlight) -> Ite
 
 
 def _corners(points: set[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the corners of the convex hull, in order."""
+    """Return the corners of the convex hull of the points, sorted."""
     halves = []
     for ordered in (sorted(points), sorted(points, reverse=True)):
         half: list[tuple[float, float]] = []
@@ -207,11 +208,11 @@ def _turn(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float]
 
 _MAX_AT_ONCE = 100_000
 _GUESSED = 200
-"""Labels of a guess that are extended to the next position."""
+"""Most labels of a guess that are extended to the next position."""
 
 
 class _Outer(NamedTuple):
-    """The bytes of the chunk that the embedding or the head is with."""
+    """The bytes of a chunk together with the embedding or the head."""
 
     state_bytes: Numbers
     activation_bytes: Numbers
@@ -256,7 +257,7 @@ class Interleaved:
         return self._best_plans(self._levels(below_ps, tick), below_ps, most)
 
     def _levels(self, below_ps: float, tick: Callable[[int], None], extended: int | None = None) -> list[ChunkLabels]:
-        """Return labels of the first positions, from zero on; if not all, only a limited number of each is extended."""
+        """Return the labels of the first 0, 1, ... positions; `extended`: most labels of each level that are kept."""
         none, zero = np.zeros(1), np.zeros(1, np.int64)
         chain = Chain(none, none, none, none, none, none, none, none, zero, zero)
         levels = [ChunkLabels((chain,) * len(self._problem.spans.ranges), zero, zero)]
@@ -267,10 +268,10 @@ class Interleaved:
         return levels
 
     def _best_plans(self, levels: Sequence[ChunkLabels], below_ps: float, most: int) -> tuple[PricedSolution, ...]:
-        """Return the best plans among those that the labels stand for."""
+        """Return up to `most` of the best plans with T < below_ps that the labels represent."""
         plans: list[PricedSolution] = []
         count, outer = len(levels[-1].parent), len(self._embedding.time_ps) * len(self._head.time_ps)
-        # Every label meets every embedding and head: in blocks, which bounds this process's memory.
+        # Every label is combined with every embedding and head: in blocks, to limit this process's memory.
         block = max(1, _MAX_AT_ONCE // outer)
         for start in range(0, count, block):
             whole = self._whole(levels[-1], np.arange(start, min(start + block, count)))
@@ -298,7 +299,10 @@ class Interleaved:
         return labels.take(np.sort(non_dominated(self._comparison.columns(labels), key)))
 
     def _may_fit(self, chain: Chain) -> NDArray[np.bool_]:
-        """Return whether a stage whose chunks hold so much fits; of two stages the last one may hold less."""
+        """Return which ways to fill whole chunks fit in a middle stage, or in the last of two.
+
+        With two stages all do if positions of the last chunk are missing, because the last stage may hold less.
+        """
         problem = self._problem
         if problem.pp_size == 2 and problem.lacking[1]:
             return np.ones(len(chain.time_ps), bool)
@@ -323,9 +327,10 @@ class Interleaved:
         return ChunkLabels(tuple(chains), parent, option)
 
     def _freed(self, options: Options, position: int | None = None) -> Options:
-        """Return options of a chunk's last position, or of a lone embedding, whose output is not freed in its passes.
+        """Return options of a chunk's last position with the output's bytes taken off the workspace if it is freed.
 
-        The gradient of what the chunk gives out, which `_peak_bytes` counts, has taken the output's place.
+        The gradient of the chunk's output, which `_peak_bytes` counts, has taken the output's place. Without a position
+        they are options of an embedding that is alone in its chunk.
         """
         problem = self._problem
         kind = problem.embedding if position is None else problem.positions[position]
@@ -339,9 +344,10 @@ class Interleaved:
         outer: "_Outer | None" = None,
         received: Numbers | float = 0.0,
     ) -> Numbers:
-        """Return the most bytes that a stage holds, by label; each of its chunks received so much of a microbatch.
+        """Return the most bytes that a stage holds at these moments, by label.
 
-        `outer` is the chunk with the embedding or the head.
+        `outer`: the chunk with the embedding or the head. `received`: bytes of a microbatch that each other chunk
+        received.
         """
         most = np.zeros(1)
         for moment in moments:
@@ -356,7 +362,7 @@ class Interleaved:
         return np.asarray(states + most + (0.0 if outer is None else outer.state_bytes))
 
     def _whole(self, chunks: ChunkLabels, rows: Ints) -> _Whole:
-        """Return some labels with every embedding and head that fit."""
+        """Return the labels in `rows` with every option of embedding and head; if they do not fit, at infinite cost."""
         problem, embedding, head = self._problem, self._embedding, self._head
         index, first, last = np.indices((len(rows), len(embedding.time_ps), len(head.time_ps))).reshape(3, -1)
         label = rows[index]
@@ -373,12 +379,12 @@ class Interleaved:
         return _Whole(np.where(fits, objective, np.inf), label, first, last)
 
     def _stage_times(self, labels: ChunkLabels, embedding: Options, head: Options) -> Numbers:
-        """Return A' of every stage [stages, labels]."""
+        """Return A', the time of a microbatch with sends and redistribution, of every stage [stages, labels]."""
         problem, (chain, *_) = self._problem, labels.chains
         v, moves, kinds = problem.num_chunks, problem.group.redistribution_ps, problem.positions
         whole, (ahead, behind) = len(kinds), problem.lacking
         first, last = labels.chains[problem.spans.first], labels.chains[problem.spans.last]
-        # A chunk receives what the one before gave out, in its layout; the first one receives from the embedding.
+        # A chunk receives the outputs of the one before, in their layout; the first one receives from the embedding.
         wrap = moves[kinds[-1]][chain.output_layout, chain.input_layout]
         sends = problem.sends_ps[:, kinds[-1]][:, chain.output_layout]
         times = v * (chain.time_ps + wrap)[None, :] + np.zeros((problem.pp_size, 1))
@@ -397,7 +403,7 @@ class Interleaved:
         return np.asarray(times)
 
     def _stage_ends(self, labels: ChunkLabels, embedding: Options, head: Options) -> Numbers:
-        """Return U of the first stage, of the last, and of a middle one, if there is one [stages, labels]."""
+        """Return U, the time once a step, of the first, the last and (if any) a middle stage [stages, labels]."""
         problem, chunk_ps = self._problem, labels.chains[0].exposed_ps
         ends = (embedding, problem.spans.first), (head, problem.spans.last)
         outer = [
@@ -408,8 +414,8 @@ class Interleaved:
     def _peak_bytes(self, labels: ChunkLabels, embedding: Options, head: Options) -> Numbers:
         """Return the peak bytes of the fullest stage, by label.
 
-        Every chunk but the very first holds what it received of each microbatch in flight, and every stage what it is
-        receiving for the next pass and, of one microbatch, the gradients of what it received and of what it gave out.
+        Every chunk except the very first holds the inputs that it received of each microbatch in flight. Every stage
+        holds what it is receiving for the next pass, and the gradients of the inputs and outputs of one microbatch.
         """
         problem, chain = self._problem, labels.chains[0]
         received = problem.boundary_bytes[problem.positions[-1]][chain.output_layout]
@@ -459,7 +465,7 @@ def _with_head(chain: Chain, head: Options, received: Numbers) -> _Outer:
 
 
 def _outer(chain: Chain, options: Options, memory: StageMemory) -> _Outer:
-    """Return a chunk with the embedding or the head, which holds this much of one microbatch."""
+    """Return the bytes of a chunk with the embedding or the head, given their memory for one microbatch together."""
     return _Outer(
         state_bytes=chain.state_bytes + options.state_bytes,
         activation_bytes=memory.resident[:, 0],

@@ -1,8 +1,8 @@
 """A configuration of the interleaved schedule as bare numbers, and lower bounds on its step time.
 
-Chunks hold the same positions, except the first one, which may lack some at its start, and the last one, which may lack
-some at its end: the embedding and the head take their places. A stage may hold the most at some moments of its action
-list.
+Chunks hold the same positions, except that some may be missing at the start of the first chunk and at the end of the
+last one: the embedding and the head take their places. A stage's memory is the most that it holds at some moments of
+its action list.
 """
 
 from collections import Counter
@@ -44,13 +44,13 @@ class InFlight(NamedTuple):
     outer: int
     """Activations held of the chunk that the embedding or the head is with; a stage in the middle has no such chunk."""
     freed: int
-    """Outputs with the size of these activations whose memory is free because they were received."""
+    """Outputs of these activations whose memory is free, because the next stage has received them."""
     at_outer: bool
-    """True if that chunk is the one worked on."""
+    """True if the chunk with the embedding or the head is the one worked on."""
     made: int
-    """Chunks whose gradients are there: they have been through a backward pass before."""
+    """Chunks whose gradients exist, because they have been through a backward pass before."""
     outer_made: bool
-    """True if that chunk is one of them."""
+    """True if the chunk with the embedding or the head is one of these."""
     makes: bool
     """True in the first backward pass of the chunk worked on, which makes its gradients layer by layer."""
 
@@ -59,11 +59,12 @@ class InFlight(NamedTuple):
 def moments_in_flight(
     schedule: PipelineSchedule, pp_size: int, num_microbatches: int, num_chunks: int, frees_outputs: bool
 ) -> tuple[tuple[InFlight, ...], ...]:
-    """Return the moments of the first, the middle and the last stages that no other moment dominates.
+    """Return the moments with the most memory in the first, a middle and the last stage: none is dominated by another.
 
-    `frees_outputs` is that of the problem. Of fewer than three stages the last stands for the middle. Stages further on
-    have no more in flight, but in a short step as much as the second, of which they may have freed less. Whole rounds
-    of one microbatch for each stage repeat the same moments, so that four of them stand for more.
+    `frees_outputs`: as in `InterleavedProblem`. The second stage represents all middle ones, which hold no more in
+    flight; with two stages it is the last one. Only in a short step are all middle stages examined: they may hold as
+    much as the second and have freed less. Four rounds of `pp_size` microbatches represent any larger whole number of
+    rounds.
     """
     if num_microbatches % pp_size == 0:
         num_microbatches = min(num_microbatches, _ROUNDS * pp_size)
@@ -81,10 +82,11 @@ def moments_in_flight(
 def _largest(counted: set[InFlight]) -> tuple[InFlight, ...]:
     """Return the moments that no other moment dominates.
 
-    Another one with the same kind of chunk that holds at least as much of every chunk does so. The first stage's outer
-    chunk receives nothing, so that more of it may be less. Any other chunk has received as much as it gives out: where
-    more outputs are freed at the other moment, as many more of these chunks must be held there. A pass that makes
-    gradients holds at least as much as one that does not, and at most as much as that with its chunk's gradients.
+    A moment dominates another one that works on the same kind of chunk (outer or not) if it holds at least as much of
+    every chunk. As the first stage's outer chunk receives nothing, holding more of it in place of others may take less
+    memory. Any other chunk has received as much as it gives out: if more outputs are freed at the first moment, that
+    many more of these chunks must be held there. A pass that makes gradients holds at least as much as one that does
+    not, and at most as much as the latter with the gradients of its chunk.
     """
     if not counted:
         return ()
@@ -123,12 +125,12 @@ class Spans(NamedTuple):
     ranges: tuple[range, ...]
     """The distinct ranges: of all positions, as in most chunks, then of the first and of the last chunk."""
     first: int
-    """Number of the first chunk's range."""
+    """Index of the first chunk's range."""
     last: int
-    """Number of the last chunk's range."""
+    """Index of the last chunk's range."""
 
     def with_position(self, position: int) -> list[int]:
-        """Return the numbers of the ranges that a position is in."""
+        """Return the indices of the ranges that contain a position."""
         return [number for number, held in enumerate(self.ranges) if position in held]
 
 
@@ -136,7 +138,7 @@ class InterleavedProblem(msgspec.Struct, frozen=True, dict=True, eq=False):
     """Positions of a chunk, and how often and where a chunk occurs."""
 
     embedding: int
-    """Type numbers."""
+    """Type number, as in `positions` and `head`."""
     positions: tuple[int, ...]
     head: int
     group: DeviceGroup
@@ -146,7 +148,7 @@ class InterleavedProblem(msgspec.Struct, frozen=True, dict=True, eq=False):
     closed_forms: tuple[ClosedForm, ...]
     """Coefficients of T, which is the largest of them."""
     sends_ps: Numbers
-    """[cuts, types, layouts]: over the cut after each stage, one way; the last from the last stage to the first."""
+    """[cuts, types, layouts]: time of a send from each stage to the next, one way; from the last one to the first."""
     moments_in_flight: tuple[tuple[InFlight, ...], ...]
     """Moments of the first stage, of the middle ones (the last if there are none), and of the last."""
     boundary_bytes: Numbers
@@ -157,7 +159,7 @@ class InterleavedProblem(msgspec.Struct, frozen=True, dict=True, eq=False):
     lacking: tuple[int, int] = (0, 0)
     """Positions that are missing at the start of the first chunk, and at the end of the last.
 
-    A first chunk that lacks all needs an embedding that hands on what layers do; it does so in their layout.
+    If the first chunk has no positions at all, the embedding must output what layers output, and in their layout.
     """
 
     @cached_property
@@ -174,7 +176,7 @@ class InterleavedProblem(msgspec.Struct, frozen=True, dict=True, eq=False):
         return tuple(place for place in Place if place is not Place.MIDDLE or self.pp_size > 2)
 
     def span_at(self, place: Place) -> int:
-        """Return the index of the range of the chunk with the embedding or the head; in the middle, of other chunks."""
+        """Return the index of the range of the chunk with the embedding or the head; in the middle, of any chunk."""
         return {Place.FIRST: self.spans.first, Place.MIDDLE: 0, Place.LAST: self.spans.last}[place]
 
     def by_span(self, place: Place, count: float, outer: float) -> Numbers:
@@ -187,20 +189,20 @@ class InterleavedProblem(msgspec.Struct, frozen=True, dict=True, eq=False):
 
 # Lower bounds on the step time T for a configuration of the interleaved schedule.
 #
-# They are of whole plans, and of a chunk's first positions.
+# They hold for all plans, or for all plans with given options at a chunk's first positions.
 #
 # T is no less than a weighted sum of all stages' A' and U in which one stage counts as the slowest, with the
-# coefficients of the closed form. At any price of a byte on the first or the last stage a plan costs no less than that
-# sum and its memory there, less the price of the budget (Lagrange). Both are sums over options and over what lies
-# between them: their least is a shortest path over positions and layouts. What lies between the embedding and a first
-# chunk that lacks positions, or between such a last chunk and the head, is left out.
+# coefficients of the closed form. At any price of a byte on the first or the last stage, T is no less than that sum
+# plus the priced memory of the stage, less the priced budget (Lagrange). Both are sums over options and over the moves
+# between them: their least is a shortest path over positions and layouts. The redistribution between the embedding and
+# a first chunk with missing positions, or between such a last chunk and the head, is left out.
 
 
 _PRICES = 9
-"""Prices of a byte on a stage, around the one that bounds most."""
+"""Number of prices of a byte on a stage that are tried, around the one that gives the strongest bound."""
 _ROUNDING = 1e-12
 _EMBEDDING, _HEAD, _SPANS = range(3)
-"""Rows of the weights, from the last one: head, embedding, and the ranges of positions."""
+"""Rows of the weights: embedding, head, and from the last one on the ranges of positions."""
 _WORKSPACE = 5
 
 
@@ -210,13 +212,13 @@ class _Sum(NamedTuple):
     options: Numbers
     """[embedding, head, ranges of positions; time, U, state, activations, gradients, workspace]."""
     last_workspace: Numbers
-    """Workspace of the last position."""
+    """Weight of the workspace of the last position."""
     wrap: Numbers
-    """Redistribution from a chunk's last layout to its first."""
+    """Weight of the redistribution from a chunk's last layout to its first."""
     sends: Numbers
-    """[cuts]."""
+    """[cuts]: weights of the sends."""
     received_bytes: Numbers
-    """Boundary tensors: what was received less what was sent and freed."""
+    """Weight of a boundary tensor's bytes: tensors received, less those sent and freed."""
     tied: Numbers
 
     def with_memory(self, memory: "_Sum", price: float) -> "_Sum":
@@ -225,7 +227,7 @@ class _Sum(NamedTuple):
 
 
 class InterleavedBounds:
-    """The bounds of one configuration: `relaxed_ps`, without layouts, at once, others on first use."""
+    """The bounds of one configuration: `relaxed_ps`, without layouts, is computed at once, the others on first use."""
 
     def __init__(self, problem: InterleavedProblem) -> None:
         self._problem = problem
@@ -248,11 +250,11 @@ class InterleavedBounds:
         self._num_memories = len(memories)
 
     def _least(self, weights: _Sum) -> float:
-        """Return the sum of the least cost over options."""
+        """Return the sum over layers of the least cost over their options."""
         return sum(float(least.min()) * count for least, count in self._costs(weights))
 
     def _costs(self, weights: _Sum) -> Iterator[tuple[Numbers, int]]:
-        """Yield the options' costs and the number of layers: embedding, each type of a position, and head."""
+        """Yield the costs of the options and the number of layers, for embedding, each kind of position, and head."""
         problem = self._problem
         yield weights.options[_EMBEDDING] @ self._numbers[problem.embedding], 1
         held = ((kind, tuple(problem.spans.with_position(i))) for i, kind in enumerate(problem.positions))
@@ -277,18 +279,18 @@ class InterleavedBounds:
 
     @property
     def missing_bytes(self) -> tuple[int, ...]:
-        """Return a lower bound of the bytes by which the first and the last stage exceed their budgets.
+        """Return lower bounds of the bytes by which the first and the last stage exceed their budgets.
 
-        0 or less if they may fit.
+        A stage with 0 or less may fit.
         """
         held = (self._steps(0) + self._rest[1].transpose(0, 2, 1)).min((1, 2))[: self._num_memories]
         return tuple(int(np.floor(each)) - int(self._budget) for each in rounded_down(held))
 
     def after(self, count: int, chains: Numbers, input_layout: Ints, output_layout: Ints) -> Numbers:
-        """Return a lower bound on the step time T after a number of positions; infinity: nothing fits.
+        """Return a lower bound on T for each choice of options for the first `count` positions; infinity: none fits.
 
-        chains: time, U, state, activations and gradients of these positions [ranges, 5, labels]. Layouts are those of
-        the first and the last of these positions.
+        `chains`: time, U, state, activations and gradients of these positions [ranges, 5, labels]. `input_layout` is
+        the first one's, `output_layout` the last one's.
         """
         layouts = self._layouts
         rest = self._rest[count][:, np.searchsorted(layouts, output_layout), np.searchsorted(layouts, input_layout)]
@@ -308,7 +310,7 @@ class InterleavedBounds:
 
     @cached_property
     def _rest(self) -> list[Numbers]:
-        """Least of all from each position on [rows, output layout before, input layout of the first]."""
+        """The least of each sum from each position to the end [rows, output layout before it, first input layout]."""
         rests = [self._ends()]
         for position in range(len(self._problem.positions) - 1, 0, -1):
             time = self._weights(position - 1, position)[:, 0, None, None]
@@ -317,13 +319,13 @@ class InterleavedBounds:
         return [np.empty(0), *reversed(rests)]
 
     def _weights(self, *positions: int) -> Numbers:
-        """Return the weights of chunks that all hold some positions [rows, numbers]."""
+        """Return the total weights of the chunks that hold all these positions [rows, numbers]."""
         with_position = self._problem.spans.with_position
         spans = sorted(set.intersection(*(set(with_position(position)) for position in positions)))
         return np.asarray(self._sums.options[:, _SPANS:][:, spans].sum(1))
 
     def _steps(self, position: int) -> Numbers:
-        """Return the least of a position's options [rows, input layout, output layout]."""
+        """Return the least of each sum over a position's options [rows, input layout, output layout]."""
         kind, layouts, weights = self._problem.positions[position], self._layouts, self._weights(position)
         options = self._problem.group.options[kind]
         if position == len(self._problem.positions) - 1:
@@ -338,12 +340,12 @@ class InterleavedBounds:
         return np.asarray(table.transpose(2, 0, 1))
 
     def _moves(self, kind: int) -> Numbers:
-        """Return the redistribution after a type of layer [layouts, layouts]."""
+        """Return the redistribution time after a type of layer [layouts, layouts]."""
         moves: Numbers = self._problem.group.redistribution_ps[kind]
         return moves[np.ix_(self._layouts, self._layouts)]
 
     def _ends(self) -> Numbers:
-        """Return all except the positions [rows, output layout of the last position, input layout of the first]."""
+        """Return the least of each sum without the positions [rows, last output layout, first input layout]."""
         problem, sums, layouts = self._problem, self._sums, self._layouts
         options, moves, kind = problem.group.options, problem.group.redistribution_ps, problem.positions[-1]
         embedding, head, num_layouts = options[problem.embedding], options[problem.head], moves.shape[1]
@@ -378,7 +380,7 @@ def _no_options(problem: InterleavedProblem) -> Numbers:
 
 
 def _time(problem: InterleavedProblem, form: ClosedForm, slowest: Place) -> _Sum:
-    """Return a lower bound of T if a stage in some place is the slowest; in the middle, the second stage."""
+    """Return the sum that T is no less than if the stage at `slowest` is the slowest; in the middle, the second one."""
     p, v, fill, more = problem.pp_size, problem.num_chunks, form.fill / form.parts, form.steady / form.parts
     at_first, at_last = slowest is Place.FIRST, slowest is Place.LAST
     ends = problem.by_span(Place.FIRST, v, 1) + problem.by_span(Place.LAST, v, 1)
@@ -387,7 +389,7 @@ def _time(problem: InterleavedProblem, form: ClosedForm, slowest: Place) -> _Sum
     options[_SPANS:, 0] = fill * (problem.by_span(Place.MIDDLE, (p - 2) * v, 0) + ends)
     options[_SPANS:, 0] += more * problem.by_span(slowest, v, slowest is not Place.MIDDLE)
     options[[_EMBEDDING, _HEAD], 1], options[_SPANS:, 1] = 0.5, ends / 2  # no maximum is less than the mean
-    # Neither the first chunk nor one of the head alone begins with such a redistribution.
+    # Neither the first chunk nor a last one with nothing but the head begins with such a redistribution.
     alone = problem.lacking[1] == len(problem.positions)
     wrap = fill * (p * v - 1 - alone) + more * (v - at_first - (at_last and alone))
     sends = 2 * fill * np.array([*[v] * (p - 1), v - 1.0])
@@ -400,7 +402,7 @@ def _time(problem: InterleavedProblem, form: ClosedForm, slowest: Place) -> _Sum
 
 
 def _memory(problem: InterleavedProblem, moment: InFlight, end: Place) -> _Sum:
-    """Return a lower bound of the memory at a moment of the stage with the embedding or with the head."""
+    """Return the sum that bounds the memory of the stage with the embedding or the head at a moment from below."""
     v, at_outer, at_first = problem.num_chunks, moment.at_outer, end is Place.FIRST
     options = _no_options(problem)
     options[_SPANS:, 2] = problem.by_span(end, v, 1)
@@ -411,7 +413,8 @@ def _memory(problem: InterleavedProblem, moment: InFlight, end: Place) -> _Sum:
     at_head = at_outer and not at_first
     options[_HEAD, _WORKSPACE] = at_head
     at_last = not at_head and not (at_outer and problem.lacking[0] == len(problem.positions))
-    # Of one microbatch the gradients of both ends, what comes next, and the pass's own; the first chunk receives none.
+    # Four: the gradients of input and output of one microbatch, the next pass's input, and this pass's input. The first
+    # chunk receives none.
     received = 4 + moment.chunks - (moment.outer + at_outer if at_first else 0) - moment.freed
     received -= at_last and problem.frees_outputs
     none = np.zeros(())

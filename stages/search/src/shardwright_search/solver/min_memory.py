@@ -18,13 +18,13 @@ from shardwright_search.step.pareto import Ints, Numbers, non_dominated, pairs
 _NEVER_FITS = 2**52
 """Bytes: more than any plan needs."""
 _ROUNDING = 1e-12
-"""More than the share by which floating-point sums of bytes are off."""
+"""A share that exceeds the relative error of floating-point sums of bytes."""
 
 
 def plain_plan(problem: Problem) -> PricedSolution | None:
     """Return the best plan with evenly cut layers and one strategy for each type, in one layout for each width.
 
-    For each layout every type takes its fastest option, or its leanest. None: none fits.
+    For each layout every type takes its fastest option, or the one with the least memory. None: no such plan fits.
     """
     plans = [
         PricedSolution(float(cost.objective_ps), s)
@@ -47,7 +47,7 @@ def _even(problem: Problem) -> Iterator[tuple[Solution, PlanCost]]:
 
 
 def _missing_bytes(problem: Problem, solution: Solution, cost: PlanCost) -> int:
-    """Return the largest excess over a stage's budget; negative or 0 if the plan fits. Host memory must suffice."""
+    """Return the largest excess over a stage's budget, or `_NEVER_FITS` for host memory; 0 or less if the plan fits."""
     groups = [problem.device_groups[group] for group in solution.device_groups]
     if any(used > group.host_budget_bytes for used, group in zip(cost.host_bytes, groups, strict=True)):
         return int(_NEVER_FITS)
@@ -55,7 +55,7 @@ def _missing_bytes(problem: Problem, solution: Solution, cost: PlanCost) -> int:
 
 
 def _even_groups(problem: Problem) -> tuple[int, ...]:
-    """Return possible device groups of the stages, for each the first whose width is nearest to the mean."""
+    """Return a device group for each stage in turn: the first possible one whose width is nearest to the mean."""
     position, groups = problem.start_position, []
     for placements in problem.placements:
         group, position = min(placements[position], key=lambda move: abs(problem.relative_widths[move[0]] - 1))
@@ -81,7 +81,7 @@ def _simplest(options: Options, is_embedding: bool, layout: int, lean: bool) -> 
     layouts = options.output_layout if is_embedding else options.input_layout
     held = options.state_bytes + options.late_bytes + options.sum_bytes + options.activation_bytes
     order = held if lean else options.time_ps
-    # One layout throughout needs no redistribution; a type that lacks it takes what it has.
+    # One layout throughout needs no redistribution; a type that has no option with it takes any.
     rows = [row for row in range(len(layouts)) if layouts[row] == layout] or list(range(len(layouts)))
     return min(rows, key=lambda row: float(order[row]))
 
@@ -108,13 +108,14 @@ def _least_behind(problem: Problem) -> Numbers:
 
     Let c be the least of a layer's memory on a rank of a stage, and w > 0 a number for each stage. If no stage holds
     more than B, the sum of w B over the stages is no less than the sum of the least w c over the layers. Activations of
-    the microbatch on its way and gradients may take turns: once these are counted, once those.
+    the microbatch on its way and gradients need not be held at once: the bound is computed with either, and the larger
+    one counts.
     """
     layers, least = np.array(problem.layers), np.zeros((problem.pp_size, len(problem.layers)))
     for made in (False, True):
         costs = _least_costs(problem, made)
         usual = costs[:, int(np.bincount(layers).argmax())]
-        # Any weights are valid. The inverse of the usual layer's bytes is near the best: most layers are of a type.
+        # Any weights are valid. The inverse of the usual layer's bytes is near the best: most layers have one type.
         weights = 1 / usual if usual.min() > 0 else np.ones(len(usual))
         weighted = np.minimum.accumulate((weights[:, None] * costs)[::-1])[::-1, layers]
         behind = np.cumsum(weighted[:, ::-1], 1)[:, ::-1] / np.cumsum(weights[::-1])[::-1, None]
@@ -139,7 +140,7 @@ def _least_costs(problem: Problem, made: bool) -> Numbers:
 
 
 class _MemoryState(NamedTuple):
-    """The end of the layers so far, the stages' position, the last one's width, and the output layout."""
+    """The end of the layers so far, the position after their stages, the last stage's width, and the output layout."""
 
     end: int
     position: Position
@@ -150,21 +151,21 @@ class _MemoryState(NamedTuple):
 def min_memory(problem: Problem, most_missing_bytes: float = inf) -> MinMemory | None:
     """Return the plan that exceeds its budget by the least, at its tightest stage.
 
-    None if each exceeds it by more than `most_missing_bytes`.
-    Plans with a larger excess than an even plan's are skipped.
+    None if every plan exceeds it by more than `most_missing_bytes`. Plans with a larger excess than the best evenly cut
+    plan are skipped.
     """
-    # A known plan narrows the search to what exceeds its budget by less.
+    # A known plan narrows the search to plans with a smaller excess.
     even = min((_missing_bytes(problem, *plan) for plan in _even(problem)), default=inf)
     plan = _lacking(problem, min(even, most_missing_bytes))
-    # Where widths differ the even plan may be one that cannot hand its layers over.
+    # If widths differ, the even plan may be one whose stages cannot send to each other in its layouts.
     return _lacking(problem, most_missing_bytes) if plan is None and even < most_missing_bytes else plan
 
 
 def _lacking(problem: Problem, most_missing_bytes: float) -> MinMemory | None:
     """Return the plan with the smallest excess among those within a limit.
 
-    A run of layers needs the least peak over all options, for each input layout and each output layout;
-    a dynamic programme then finds the cuts and groups with the smallest excess.
+    For each run of layers, the least peak over all options is found for each input layout and each output layout; a
+    dynamic programme then finds the cuts and groups with the smallest excess.
     """
     costs_of = cache(lambda group, parts: GroupCosts(problem.device_groups[group], parts))
     runs_on = cache(lambda group, parts, start: _RunPeaks(problem, costs_of(group, parts), start))
@@ -186,12 +187,12 @@ def _lacking(problem: Problem, most_missing_bytes: float) -> MinMemory | None:
                         where = _MemoryState(end, after, on.width, layout)
                         following[where] = min(following.get(where, here), here, key=_missing)
         best = following
-    # Of equal ones that of the first state, whatever was left out.
+    # Of plans with equal excess the first state's plan is the answer, whatever was skipped.
     return min((best[state] for state in sorted(best)), key=_missing, default=None)
 
 
 def _first_ends(problem: Problem, most_missing_bytes: float) -> list[int]:
-    """Return the earliest end of each stage so that the stages after it exceed their budgets by at most a limit."""
+    """Return the earliest end of each stage for which the stages after it may exceed their budgets within a limit."""
     if len(set(problem.relative_widths)) > 1:
         return [0] * problem.pp_size
     most = most_missing_bytes + max(group.budget_bytes for group in problem.device_groups)
@@ -200,7 +201,7 @@ def _first_ends(problem: Problem, most_missing_bytes: float) -> list[int]:
 
 
 class _MemoryLabels(NamedTuple):
-    """Ways to treat a run: none with the same layouts holds less."""
+    """Ways to choose options for a run, one entry for each: no way with the same layouts holds less."""
 
     memory: StageMemory
     host_bytes: Numbers
@@ -215,12 +216,12 @@ class _RunPeaks:
         self._problem, self._costs, self._start = problem, costs, start
 
     def behind(self, at: _MemoryState, ends: Sequence[int], most: float) -> Iterator[tuple[int, Numbers]]:
-        """Yield each possible end of a run after a state with the least peaks [output layout], up to a limit."""
+        """Yield each end of a run after a state with its least peaks [output layout], until they exceed `most`."""
         layers = self._problem.layers
         previous = layers[at.end - 1] if at.end else -1
         for end in ends:
             run = layers[at.end : end]
-            if self._least(previous, run) > most:  # which a longer run is, too
+            if self._least(previous, run) > most:  # a longer run exceeds it, too
                 return
             peaks = self.peaks(previous, run)
             yield end, peaks.min(0) if self._start is Start.IN_PLACE else peaks[at.output_layout]

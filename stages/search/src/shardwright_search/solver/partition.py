@@ -2,12 +2,12 @@
 
 Labels of all layers before a cut are extended by one pipeline stage after another.
 
-A label is one way to treat the layers before a cut: S, the sum of the stages' A', the largest A' and the largest U (X
-and V), the layouts that it outputs and that the next stage receives, its embedding's class of tied parameters.
-Whatever follows adds the same to S and takes the same maxima, so a label with another's layouts and class never loses
-to it if S' - S makes up for (X - X')+ and (V - V')+, each with its coefficient in T: that is, if T of S and each
-selection of X and V is no larger. Labels are also dropped when the bounds of what is still to come show that no plan
-through them stays below the cut-off.
+A label is one way to choose options for the layers before a cut. It has S, the sum of the stages' A'; X, the largest
+A'; V, the largest U; the layouts that it outputs and that the next stage receives; and its embedding's class of tied
+parameters. Whatever follows adds the same to S and takes the same maxima. So a label is no worse than one (S', X', V')
+with the same layouts and class if S' - S makes up for (X - X')+ and (V - V')+, each times its coefficient in T: that
+is, if T of S with neither, either or both of X and V is no larger. Labels are also dropped when the bounds of the
+stages to come show that no plan through them stays below the limit.
 """
 
 from collections.abc import Callable, Iterator
@@ -55,9 +55,9 @@ class Prefix(NamedTuple):
     source: Ints
     """Index of the source within the level from which the label was extended."""
     parent: Ints
-    """The label there."""
+    """Index of the label that was extended, among the labels of the source's state."""
     chosen: Ints
-    """The label of the last stage among its run's labels."""
+    """Index of the last stage's label among the labels of the source's runs."""
 
     def take(self, rows: Ints) -> "Prefix":
         """Return the labels of some rows."""
@@ -76,7 +76,7 @@ class _StageContents(NamedTuple):
     last: Ints
     """Type of the run's last layer."""
     first: Ints
-    """[runs]: the first entry of each."""
+    """[runs]: the first entry of each run."""
     labels: tuple[RunLabels, ...]
     """Labels of each run."""
 
@@ -87,7 +87,7 @@ class _StageContents(NamedTuple):
 
 
 class Level(NamedTuple):
-    """The labels after some stages, and their origins: the position before, and the run that the last stage holds."""
+    """The labels after some stages, and their sources: the state before the last stage, and its possible contents."""
 
     labels: dict[LabelState, Prefix]
     sources: list[tuple[LabelState, _StageContents]]
@@ -203,12 +203,15 @@ def _appended(
     runs: _StageContents,
     source: int,
 ) -> _Appended:
-    """Return every label before a cut with every label of the stage that receives its layout, for one that follows."""
+    """Return every label before a cut with every label of `runs` that receives its layout.
+
+    `where`: the state after the stage, which includes the device group of the next one.
+    """
     problem, (position, group, following) = bounds.problem, where
     if stage == 0:
         parent, chosen = np.zeros(len(runs.time_ps), np.int64), np.arange(len(runs.time_ps))
     else:
-        # The layout that a label sends in was chosen at the cut, and only runs that receive it follow.
+        # The layout in which the outputs are received was chosen at the cut, and only runs that receive it follow.
         parent, chosen = np.nonzero(labels.received_layout[:, None] == runs.received_layout)
     time = runs.time_ps[chosen]
     if stage > 0:
@@ -253,7 +256,7 @@ _FEW_LABELS = 24
 
 
 class PricedSolution(NamedTuple):
-    """A plan of a configuration, and its T."""
+    """A plan of a configuration, with its step time T by the closed form, in picoseconds."""
 
     objective_ps: float
     solution: Solution
@@ -284,8 +287,8 @@ class Pipeline:
     ) -> tuple[PricedSolution, ...]:
         """Return non-dominated plans with T < below_ps, the best first, up to `most`; empty if there are none.
 
-        With `max_labels` only so many of a run are extended, the most promising ones, and some thousands in all behind
-        a stage: plans may be missed.
+        With `max_labels` only that many labels of a run are extended, the most promising ones, and only some thousands
+        in all after a stage: plans may be missed.
         """
         problem, bounds = self._problem, self._bounds
         if (target_runs := bounds.target_runs(below_ps)) is None:
@@ -315,7 +318,7 @@ def _best(problem: Problem, levels: list[Level], below_ps: float, most: int) -> 
         objective = problem.closed_form.time(labels.total_ps, labels.slowest_ps, labels.exposed_ps)
         objective = objective + problem.tied_ps[labels.tied_class, labels.output_layout]
         rows = np.flatnonzero(objective < below_ps)
-        # Stable, so that of equal plans the same one is the answer on every machine.
+        # Stable, so that among equal plans the same one is the answer on every machine.
         best = rows[np.argsort(objective[rows], kind="stable")][:most]
         plans += [(float(objective[row]), at, int(row)) for row in best]
     plans.sort(key=lambda plan: plan[0])

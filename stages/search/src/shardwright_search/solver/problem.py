@@ -21,9 +21,9 @@ from shardwright_search.step.pareto import Ints, Numbers
 _NEVER_FITS = 2.0**52
 """Bytes: more than any device or host has."""
 Position = tuple[int, ...]
-"""Resources that the stages so far take up, such as ranks; all else that stages can be on follows from it."""
+"""Resources that the stages so far take up, such as ranks; they determine what is left for the stages to come."""
 Moves = Mapping[Position, tuple[tuple[int, Position], ...]]
-"""The device groups possible for a stage, and the positions after it."""
+"""By position before a stage: the device groups possible for the stage, each with the position after it."""
 
 
 class Start(Enum):
@@ -32,7 +32,7 @@ class Start(Enum):
     FIRST = "first"
     """The stage is the first: nothing is received."""
     REDISTRIBUTED = "redistributed"
-    """Received in the output layout of the stage before, which is as wide, and then changed to the first layer's."""
+    """Received in the output layout of the stage before, which is as wide, then redistributed for the first layer."""
     IN_PLACE = "in_place"
     """Received in the first layer's layout, from a stage of another width."""
 
@@ -50,15 +50,16 @@ class Cut(NamedTuple):
     before: int
     """Device group of the first of them."""
     behind: int
+    """Device group of the second of them."""
 
 
 class Options(NamedTuple):
     """The strategies of one layer type on one kind of device group, one column each [options]."""
 
     time_ps: Numbers
-    """Forward and backward of one microbatch."""
+    """A: forward and backward of one microbatch."""
     exposed_ps: Numbers
-    """Time once a step: the exposed part of gradient reduction, and the optimizer."""
+    """U: time once a step, the exposed part of gradient reduction and the optimizer."""
     state_bytes: Numbers
     """Bytes held all step long."""
     late_bytes: Numbers
@@ -74,9 +75,9 @@ class Options(NamedTuple):
     host_activation_bytes: Numbers
     """Bytes of host memory of one microbatch in flight."""
     input_layout: Ints
-    """Number of the layout the layer works in; of the embedding the class of tied parameters."""
+    """Number of the layout that the layer works in; for the embedding, the class of tied parameters."""
     output_layout: Ints
-    """Number of the output layout; of the head the class of tied parameters."""
+    """Number of the output layout; for the head, the class of tied parameters."""
 
     @classmethod
     def none(cls, layout: int) -> "Options":
@@ -89,11 +90,11 @@ class Options(NamedTuple):
         return Options._make(column[rows] for column in self)
 
     def hosted(self, in_flight: int) -> "Options":
-        """Return the options with all host memory of a stage with so many microbatches in flight as `host_bytes`."""
+        """Return the options with the host memory of `in_flight` microbatches included in `host_bytes`."""
         return self._replace(host_bytes=self.host_bytes + in_flight * self.host_activation_bytes)
 
     def without_moved_activations(self) -> "Options":
-        """Return the options such that those with activations in host memory never fit."""
+        """Return the options, changed so that those with activations in host memory never fit."""
         moves = self.host_activation_bytes > 0
         return self._replace(state_bytes=np.where(moves, _NEVER_FITS, self.state_bytes)) if moves.any() else self
 
@@ -113,7 +114,7 @@ class DeviceGroup(msgspec.Struct, frozen=True, dict=True, eq=False):
     options: tuple[Options, ...]
     """Strategies by type number."""
     redistribution_ps: Numbers
-    """[types, layouts, layouts]: outputs of that type from a layout to another, forward and backward together."""
+    """[types, layouts, layouts]: time to change a type's outputs from one layout to another, forward and backward."""
     budget_bytes: int
     """Budget of one rank, without the process's memory."""
     width: int = 1
@@ -122,7 +123,7 @@ class DeviceGroup(msgspec.Struct, frozen=True, dict=True, eq=False):
     """Budget of one rank in host memory."""
 
     def without_moved_activations(self) -> "DeviceGroup":
-        """Return the group such that options with activations in host memory never fit."""
+        """Return the group, changed so that options with activations in host memory never fit."""
         return replace(self, options=tuple(each.without_moved_activations() for each in self.options))
 
     @cached_property
@@ -139,9 +140,9 @@ class DeviceGroup(msgspec.Struct, frozen=True, dict=True, eq=False):
 class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
     """A chain of layers, embedding and head included, to cut into stages on device groups, with one option each.
 
-    Minimised is the closed form and the cost of tied parameters, with A'_i the time of a microbatch in stage i, with
-    the redistribution before each of its layers and the sends at both of its ends, and U_i the sum of its
-    `exposed_ps`. The memory of a stage is the most of its phases, as `memory` counts it.
+    The objective is the closed form plus the cost of tied parameters. A'_i is the time of a microbatch in stage i,
+    including the redistribution before each of its layers and the sends at both of its ends; U_i is the sum of its
+    `exposed_ps`. The memory of a stage is the largest over its phases, as `step/memory.py` counts it.
     """
 
     layers: tuple[int, ...]
@@ -150,9 +151,9 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
     placements: tuple[Moves, ...]
     """Placements by pipeline stage that leave room for all later stages."""
     sends_ps: Mapping[Cut, Numbers]
-    """[types, layouts given, layouts received]: handing over outputs of that type, one way; infinity: it cannot be.
+    """[types, layouts given, layouts received]: time to send a type's outputs, one way; infinity: it is impossible.
 
-    The same array for cuts that are alike, of which there may be very many.
+    Cuts that are alike, of which there may be very many, share one array.
     """
     in_flight: tuple[int, ...]
     """Microbatches in flight by pipeline stage."""
@@ -162,15 +163,15 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
     boundary_bytes: Numbers
     """[types, layouts]: what a rank holds of one microbatch's outputs of that type and layout."""
     tied_ps: Numbers
-    """[classes of the embedding, classes of the head]: what tied parameters cost once a step."""
+    """[classes of the embedding, classes of the head]: the time that tied parameters take once a step."""
     weights: tuple[int, ...] | None = None
     """Weight of a stage on each device group; None: its number of ranks.
 
-    It is the sum over its ranks of a positive number that is the same for all of a node type. Bounds are the tightest
-    where it is the type's speed.
+    It is the sum over its ranks of a positive number that is the same for all ranks of a node type. Bounds are the
+    tightest if this number is the type's speed.
     """
     block_in_each_stage: bool = False
-    """Whether neither the embedding nor the head may be alone in its stage."""
+    """Whether every stage must have a block, in addition to the embedding or the head."""
 
     @property
     def pp_size(self) -> int:
@@ -194,9 +195,9 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
     def objectives(self, time_ps: Numbers, exposed_ps: Numbers) -> list[Numbers]:
         """Return the numbers in which one choice for a stage must be no worse to dominate another.
 
-        With one stage that is T. With several, taking (A, U) for (A', U') with A <= A' lowers the sum of times by
-        A' - A, raises no largest time, and raises the largest U by at most (U - U')+: it never hurts if the sum of A
-        and U, as often as each counts, is no larger either.
+        With one stage that is T. With several, replacing (A', U') by (A, U) with A <= A' lowers the sum of times by
+        A' - A, does not raise the largest time, and raises the largest U by at most (U - U')+. So T does not rise if
+        the sum of A and U, each times its coefficient, is no larger either.
         """
         form = self.closed_form
         if self.pp_size == 1:
@@ -231,7 +232,7 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
         return self._over_mean(self.weights or [group.width for group in self.device_groups])
 
     def _over_mean(self, sizes: Sequence[float]) -> tuple[float, ...]:
-        """Return sizes of a stage on each group, which add up to the same in any plan, over the mean of its stages."""
+        """Return the size of a stage on each group over the mean of all stages; the sum is the same in any plan."""
         # Any plan has this sum, so the first possible placement serves.
         position, total = self.start_position, 0.0
         for moves in self.placements:
@@ -259,7 +260,7 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
     @cached_property
     def min_send_ps(self) -> dict[Cut, float]:
         """The least time of a send between stages, over everything that can be sent; the head's outputs cannot."""
-        # Cuts are very many, their distinct arrays few: each array is looked through once.
+        # There are very many cuts but few distinct arrays: each array is searched once.
         kinds, arrays = sorted(set(self.layers[:-1])), {id(times): times for times in self.sends_ps.values()}
         least = {identity: float(times[kinds].min()) for identity, times in arrays.items()}
         return {cut: least[id(times)] for cut, times in self.sends_ps.items()}
@@ -280,7 +281,7 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
         return tuple(cuts)
 
     def on_each_placement(self) -> Iterator["Problem"]:
-        """Yield the problem with its stages on one list of device groups, for each list that there is."""
+        """Yield the problem with its stages on one list of device groups, for each possible list."""
 
         def walks(stage: int, position: Position) -> Iterator[tuple[Moves, ...]]:
             if stage == self.pp_size:
@@ -318,7 +319,7 @@ class Solution(NamedTuple):
     """A plan of a configuration, as indices."""
 
     ends: tuple[int, ...]
-    """The layer after the last of each pipeline stage."""
+    """The layer after the last one of each pipeline stage."""
     options: tuple[int, ...]
     """The option of each layer."""
     device_groups: tuple[int, ...]
@@ -341,7 +342,7 @@ class PlanCost(NamedTuple):
 
 
 def price(problem: Problem, solution: Solution) -> PlanCost:
-    """Return T and memory of one plan, added up layer by layer."""
+    """Return step time T and memory of one plan, added up layer by layer."""
     numbers, position = solution.device_groups, problem.start_position
     (time, exposed, host), memory = np.zeros((3, problem.pp_size)), list[int]()
     before, layout = 0, 0

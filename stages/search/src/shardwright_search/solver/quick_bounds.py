@@ -1,12 +1,11 @@
-"""Quick lower bounds on the step time for a whole configuration, before its stages are looked at.
+"""Quick lower bounds on the step time for a whole configuration, before its stages are examined.
 
-One is relaxed: all layers over all ranks. One counts how many pipeline stages are on each node type, wherever they are
-in the pipeline.
+The first bound is relaxed: all layers are spread over all ranks. The second counts how many pipeline stages are on each
+node type, wherever they are in the pipeline.
 
-In the count Z is a stage's A as often as the slowest one counts, and its U. The largest Z of a plan lets a stage on
-each type hold so many blocks and no more. Within that the sum of A is the least where the types that take the least
-time a block hold as many as they can. Unlike bounds that let layers be parted, this one knows that stages hold whole
-layers.
+In the second, Z is a stage's A times the coefficient of the slowest stage, plus its U. The largest Z of a plan limits
+how many blocks a stage on each type holds. Within these limits the sum of A is the least if the types with the least
+time per block hold as many as they can. Unlike bounds that divide layers, this one knows that stages hold whole layers.
 """
 
 from collections.abc import Sequence
@@ -41,7 +40,7 @@ class Stages(NamedTuple):
     in_flight: int
     """Microbatches in flight in the stage with the fewest."""
     budget_bytes: float
-    """The budget of all stages together, a rank of each times its relative width."""
+    """The sum over all stages of a rank's budget times the stage's relative width."""
 
 
 class Relaxed:
@@ -63,10 +62,10 @@ class Relaxed:
         return least + min(weights)[0] * sends + float(problem.tied_ps.min())
 
     def min_ps(self, stages: Stages) -> float:
-        """Return a lower bound on T: the sum of (1 + (m - 1) w) A + w U over all layers, with all memory together.
+        """Return a lower bound on T: the sum of (1 + (m - 1) w) A + w U over all layers, with all memory pooled.
 
-        w: a stage's share of the ranks, by their weights. Every layer counts the activations of as many microbatches as
-        the stage with the fewest in flight.
+        m: the number of microbatches; w: a stage's share of the ranks, by their weights. Every layer counts the
+        activations of as many microbatches as the stage with the fewest has in flight.
         """
         dual = self._dual(*stages[1:5])
         counts = np.bincount(stages.layers, minlength=len(stages.groups[0].options)).astype(float)
@@ -74,7 +73,7 @@ class Relaxed:
 
 
 def lean(options: Options) -> Options:
-    """Return the options that no other replaces in the bound, whatever the weights and the microbatches in flight."""
+    """Return the options that no other dominates in the relaxed bound, for any weights and microbatches in flight."""
     columns = options.time_ps, options.exposed_ps, options.state_bytes, options.activation_bytes
     return options.take(np.sort(non_dominated(np.stack(columns, 1), np.zeros(len(options.time_ps), np.int64))))
 
@@ -82,9 +81,9 @@ def lean(options: Options) -> Options:
 def _dual(
     groups: tuple[DeviceGroup, ...], widths: tuple[float, ...], weights: tuple[Weights, ...], in_flight: int
 ) -> Dual:
-    """Return the bound if every layer may be on any group, with the group's weights and a number in flight.
+    """Return the bound if every layer may be on any group, with its group's weights and `in_flight` microbatches.
 
-    Its memory is that of a rank times the relative width of its stage.
+    Memory counts as a rank's memory times the relative width of its stage.
     """
     costs, memory = [], []
     for kind in range(len(groups[0].options)):
@@ -102,11 +101,11 @@ class OnType(NamedTuple):
     groups: tuple[DeviceGroup, ...]
     """Groups that each may be on."""
     send_ps: float
-    """The least that handing over takes at either end of one."""
+    """The least time of a send at either end of such a stage."""
 
 
 def sends_ps(on_types: Sequence[OnType]) -> float:
-    """Return the least that all sends add to the sum of A: two for each stage, but for the first and the last."""
+    """Return the least that all sends add to the sum of A: two for each stage, only one for the first and the last."""
     return 2 * (sum(on.stages * on.send_ps for on in on_types) - max(on.send_ps for on in on_types))
 
 
@@ -114,7 +113,7 @@ class _NodeTypeBounds(NamedTuple):
     """Lower bounds on the times of a stage on a node type."""
 
     a_block: Numbers
-    """[blocks + 1]: A for each block, in a stage with at most this number of blocks."""
+    """[blocks + 1]: the least A per block of a stage with at most this number of blocks."""
     largest: Numbers
     """[blocks]: Z of a stage with at least this number of blocks, from one on; ascending; infinity: there is none."""
     largest_with_head: Numbers
@@ -145,7 +144,10 @@ class Counted:
     def min_ps(
         self, layers: tuple[int, ...], on_types: Sequence[OnType], parts: tuple[Phase, ...], form: ClosedForm
     ) -> float:
-        """Return a lower bound on sum of A + max Z, without tied parameters, in phases that no stage falls short of."""
+        """Return a lower bound on sum of A + max Z, without tied parameters.
+
+        `parts`: phases whose memory every stage reaches or exceeds.
+        """
         each = [self._least(layers, on.groups, parts, form) for on in on_types]
         sends = [on.send_ps * form.steady for on in on_types]
         bands = _bands(each, sends)
@@ -155,7 +157,7 @@ class Counted:
         with_head = np.array([bound.max_with_head(bands, send) for bound, send in zip(each, sends, strict=True)])
         a_block = np.array([bound.a_block[blocks] for bound, blocks in zip(each, outer, strict=True)])
         stages = np.array([[on.stages] for on in on_types])
-        # The first stage may hold the embedding alone, and the last the head.
+        # The first stage may hold only the embedding, and the last one only the head.
         lower = np.maximum(stages - 2, 0)
         besides, least = form.fill * (min(bound.embedding for bound in each) + sends_ps(on_types)), np.inf
         for last, bound in enumerate(each):

@@ -1,12 +1,12 @@
 """Non-dominated choices of options for the layers of one pipeline stage.
 
-A label is one way to treat a run of layers: its time A, exposed time U, memory, the layout it receives and the one it
-gives out. A label is dropped only if it exceeds the budget, if bounds show
-that no plan through it stays below the target's caps, or if another label of the same run and the same two layouts is
-no worse in A, U and memory: whatever follows adds the same to both, or takes the same maxima. Memory that can no longer
-bind is set to the largest amount that cannot. While a stage goes on, a label may also be replaced by one with another
-layout that is no worse after paying for the redistribution; at the end of a stage it may not, for that would move the
-payment into another stage, past the maximum.
+A label is one way to choose options for a run of layers: its time A, exposed time U, memory, the layout it receives and
+the one it outputs. A label is dropped only if it exceeds the budget, if bounds show that no plan through it stays below
+the target's caps, or if another label of the same run and the same two layouts is no worse in A, U and memory: whatever
+follows adds the same to both, or takes the same maxima. Memory that is too small to matter any more is set to the
+largest amount that does not matter. Within a stage, a label may also be replaced by one with another output layout that
+is no worse after the redistribution. At the end of a stage it may not: the redistribution would then be part of another
+stage's time, which may be the largest.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +40,7 @@ class RunLabels(NamedTuple):
     output_layout: Ints
     parent: Ints
     option: Ints
-    """The option of the last layer, as the problem counts them."""
+    """The option of the last layer, by its number in the problem."""
     behind: "RunLabels | None"
 
     @property
@@ -64,13 +64,13 @@ class RunLabels(NamedTuple):
 
 Reachable = list[tuple[Run, TargetRun]]
 Rest = tuple[tuple[int, ...], tuple[float, ...]]
-"""Layers that a target still needs, and its caps."""
+"""Types of the layers that a target still needs, and its caps on weighted costs."""
 
 
 class StageLabels:
     """The labels of a stage kind: facts that all share, and the labels of whole runs found so far.
 
-    `tick` is called between steps and may raise to stop. With `max_labels` about so many of a run are extended.
+    `tick` is called between steps and may raise to stop. `max_labels`: about how many labels of a run are extended.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class StageLabels:
         self.reached: dict[int, RunLabels] = {}
 
     def reaching(self, targets: Sequence[TargetRun]) -> dict[int, RunLabels]:
-        """Return, by run, the labels of every target that can be a whole stage, for which memory no longer matters."""
+        """Return, by run, the labels of every target as a whole stage; they fit, and memory no longer matters."""
         runs = runs_of(self.problem.layers).runs
         reachable = sorted(((runs[target.run], target) for target in targets), key=lambda pair: pair[0])
         # In sorted order runs with a common beginning are neighbours, so each beginning is labelled once.
@@ -164,7 +164,7 @@ class StageLabels:
     def following(
         self, labels: RunLabels, rows: Ints, before: int, kind: int, reachable: Reachable, depth: int
     ) -> RunLabels:
-        """Return every label with every option of the next layer, as far as some target can still be reached."""
+        """Return every label with every option of the next layer, if some target can still be reached from it."""
         options = self.costs.options[kind]
         parent, option = pairs(rows, len(options.time_ps))
         # A stage of another width sends its pieces straight into the first layer's layout.
@@ -204,7 +204,7 @@ class StageLabels:
         """Return the labels that no label of another layout dominates after a redistribution to their layout."""
         moves = self.costs.group.redistribution_ps[before]
         rows = np.arange(len(labels.time_ps))
-        # Without the triangle inequality moving on directly may be dearer than over the layout that is compared.
+        # Without the triangle inequality, moving on directly may cost more than via the layout that is compared.
         if len(rows) <= _FEW or not self._triangular[before]:
             return rows
         alive = np.ones(len(rows), bool)
@@ -247,7 +247,7 @@ class StageLabels:
         What promises most for a short run leaves a long one too little memory.
         """
         assert self._max_labels is not None
-        # Lengths in between need labels much like their neighbours'.
+        # Lengths in between need much the same labels as their neighbours.
         some = np.unique(np.linspace(0, len(rests) - 1, _LENGTHS).round().astype(int))
         fitting, few = np.flatnonzero(self._fitting(labels)), self._max_labels // len(some)
         keep = np.zeros(len(labels.time_ps), bool)
@@ -266,7 +266,7 @@ class StageLabels:
         return np.asarray((labels.peak.max(1) <= group.budget_bytes) & (labels.host_bytes <= group.host_budget_bytes))
 
     def _least(self, labels: RunLabels, rows: Ints, weights: Weights, rest: tuple[int, ...]) -> Numbers:
-        """Return the least cost of a run that contains each of the rows, with its remaining layers."""
+        """Return a lower bound on the cost of a run that begins with each of these labels and ends with `rest`."""
         cost = weights[0] * labels.time_ps[rows] + weights[1] * labels.exposed_ps[rows]
         if not rest:
             return cost
@@ -274,5 +274,5 @@ class StageLabels:
 
 
 def _triangular(moves: Numbers) -> bool:
-    """Return whether no detour over a third layout is cheaper."""
+    """Return whether no move between two layouts is cheaper via a third: `moves` [from, to] is the cost of each."""
     return bool((moves[:, None, :] <= moves[:, :, None] + moves[None, :, :]).all())

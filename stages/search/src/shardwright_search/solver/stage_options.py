@@ -1,6 +1,6 @@
 """Options of a device group in the phases of a stage: the useful ones, their memory, and lower bounds.
 
-The bounds are of runs of neighbouring layers, equal ones counted once.
+The bounds are computed for runs of neighbouring layers, once for equal runs.
 """
 
 from collections.abc import Iterable, Sequence
@@ -44,7 +44,7 @@ class Polyline(NamedTuple):
 
 
 class Dual:
-    """The bound for one cost and one measure of memory, both by type [options]."""
+    """The bound for one cost and one measure of memory, each given by layer type [options]."""
 
     def __init__(self, costs: Sequence[Numbers], memory: Sequence[Numbers]) -> None:
         self._hulls = [hull(cost, resident) for cost, resident in zip(costs, memory, strict=True)]
@@ -56,7 +56,10 @@ class Dual:
         self._min_memory = np.array([points[0, 0] for points in self._hulls])
 
     def runs(self, counts: Numbers, left: Numbers) -> Numbers:
-        """Return bounds of runs with layers of each type [runs, types] and memory `left` [runs]; infinity: no fit."""
+        """Return the bounds of runs [runs] with memory `left` [runs]; infinity: a run does not fit.
+
+        `counts`: the number of layers of each type [runs, types].
+        """
         value = (counts @ self._min_cost - left[:, None] * self._prices).max(1)
         return np.where(counts @ self._min_memory <= left, rounded_down(value), np.inf)
 
@@ -66,7 +69,7 @@ class Dual:
         return self._prices[max(0, best - most // 2) : best + most // 2 + 1]
 
     def cheapest(self, counts: Numbers, ways: Iterable[tuple[float, float]]) -> Numbers:
-        """Return the bounds of `runs`, each in the cheapest of several ways, which have a cost and leave memory."""
+        """Return the bounds of `runs` by the cheapest of several `ways`: pairs of a cost to add and memory left."""
         least, cost, memory = np.full(len(counts), np.inf), counts @ self._min_cost, counts @ self._min_memory
         for more, left in ways:
             value = more + rounded_down((cost - left * self._prices).max(1))
@@ -122,7 +125,7 @@ class Run(NamedTuple):
 
 
 class PivotGroup(NamedTuple):
-    """Runs with equal ends: in a layer of one type, with or without the head after it."""
+    """Runs that end alike: with a layer of one type, and with or without the head after it."""
 
     kind: int
     """The layer's type; -1: the runs hold no layer."""
@@ -186,13 +189,14 @@ _FEW_LAYERS = 2
 _FEW_PLANS = 5_000
 
 Weights = tuple[float, float]
-"""Weights of A and U in a cost."""
+"""Weights of A (time of a microbatch) and U (time once a step) in a cost."""
 
 
 def weightings(problem: Problem, group: int) -> tuple[Weights, Weights, Weights]:
     """Return the three weightings to bound: time; the slowest stage's part of T; T if all stages took the mean.
 
-    The mean is by ranks: as a wide stage does its layers in less time, ranks times time says more than time alone.
+    The mean is weighted by ranks: as a wide stage runs its layers in less time, ranks times time bounds T more closely
+    than time by itself.
     """
     form = problem.closed_form
     alone = float(form.fill + form.steady), float(form.once)
@@ -200,20 +204,24 @@ def weightings(problem: Problem, group: int) -> tuple[Weights, Weights, Weights]
 
 
 def mean_weights(form: ClosedForm, pp_size: int, relative_weight: float) -> Weights:
-    """Return the third weighting, for a stage with a weight relative to the mean of all stages."""
+    """Return the weights of A and U that bound T as if all stages took the mean: the third of `weightings`.
+
+    `relative_weight`: that stage's weight, over the mean of all stages.
+    """
     return form.fill + form.steady * relative_weight / pp_size, form.once * relative_weight / pp_size
 
 
 def largest_weights(form: ClosedForm) -> Weights:
-    """Return the weights of Z: of a stage's A and U as often as the slowest A and the largest U count."""
+    """Return the weights of A and U in Z: the coefficients in T of the largest A and the largest U."""
     return float(form.steady), float(form.once)
 
 
 class Measure(NamedTuple):
-    """A lower bound of a stage's memory that is a sum over layers: `share` of the resident bytes, the rest peak.
+    """A lower bound of a stage's peak memory that is a sum over layers.
 
-    At the last layer the peak is all static bytes and activations, that layer's workspace and late bytes; at the first,
-    all static and late bytes, that layer's activation and workspace. Any mixture of the two is no more than the peak.
+    While the last layer works, a stage holds all static bytes and activations, and that layer's workspace and late
+    bytes; while the first works, all static and late bytes, and that layer's activation and workspace. The measure is
+    `share` of the former and the rest of the latter: no mixture of the two is more than the peak.
     """
 
     share: float
@@ -228,12 +236,12 @@ class Measure(NamedTuple):
 class Pivot(NamedTuple):
     """The last block of a run, and the head if it follows: their workspace determines the peak.
 
-    So their options are kept apart, one entry each; what another replaces is left out.
+    So each of their options is an entry of its own; options that another one dominates are left out.
     """
 
     cost: Numbers
     memory: Numbers
-    """Bytes that the measure of all that is resident counts, with the workspace at the end of the run."""
+    """Bytes by the measure with `share` 1, with the workspace at the end of the run."""
 
 
 class GroupCosts:
@@ -254,7 +262,7 @@ class GroupCosts:
     def least(self, layers: tuple[int, ...], weights: Weights) -> Numbers:
         """Return a lower bound on the cost of each run [runs], without redistribution and sends; infinity: no fit."""
         runs = runs_of(layers)
-        # Each measure of memory gives a valid bound by itself, and so the largest is valid.
+        # Each measure of memory gives a valid bound by itself, so the largest bound is valid.
         least = self._min_with_pivot(runs, weights)
         for measure, dual in zip(self.measures[1:], self._duals(weights)[1:], strict=True):
             left = self.group.budget_bytes - measure.first[runs.first] - measure.last[runs.last]
@@ -266,7 +274,7 @@ class GroupCosts:
         return least
 
     def min_rest(self, weights: Weights, rest: tuple[int, ...], resident: Numbers, peak: Numbers) -> Numbers:
-        """Return the least cost of the layers to come after labels that hold so much in the first phase [labels]."""
+        """Return a lower bound on the cost of `rest` after labels with this memory in the first phase [labels]."""
         budget, lines = self.group.budget_bytes, self._lines(weights, rest)
         at, behind = pivot_of(rest, self._head)
         if at is None:
@@ -281,7 +289,7 @@ class GroupCosts:
 
     @property
     def _head(self) -> int:
-        """Number of the head's type, the last: types are numbered in the order of the layers."""
+        """Number of the head's type, which is the last: types are numbered in the order of the layers."""
         return len(self.options) - 1
 
     @cached_method
@@ -292,9 +300,9 @@ class GroupCosts:
 
     @cached_method
     def _lines(self, weights: Weights, rest: tuple[int, ...]) -> tuple[Polyline, ...]:
-        """Return the least cost of the remaining layers by their memory, for each measure.
+        """Return the least cost of the remaining layers as a function of their memory, for each measure.
 
-        The first without the pivot.
+        The first one does not include the pivot.
         """
         before = rest[: pivot_of(rest, self._head)[0]]
         counted = [before, *(rest for _ in self.measures[1:])]
@@ -337,10 +345,9 @@ class GroupCosts:
 
     @cached_method
     def _enumerated(self, layers: tuple[int, ...]) -> tuple[Numbers, Numbers] | None:
-        """Return A and U of every choice for a short run that fits in the first phase, regardless of layouts.
+        """Return A and U of every choice of options for a short run that fits in the first phase, in any layouts.
 
-        None: too many.
-        The linear programme is loose there.
+        None: there are too many choices. For short runs the linear programme is a loose bound.
         """
         if prod(len(self.options[kind].time_ps) for kind in layers) > _FEW_PLANS:
             return None

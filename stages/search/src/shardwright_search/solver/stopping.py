@@ -1,7 +1,7 @@
 """Time limits: a timer interrupts work between two steps of the interpreter, as Ctrl-C does.
 
-So work has no clock to look at, and stops wherever it is: what it has made so far must be true at any moment. A limit
-in CPU time stops the same work at the same place, however busy the machine is.
+The work itself need not look at a clock, and stops wherever it is: its results so far must be valid at any moment. A
+limit in CPU time stops the same work at the same place, however busy the machine is.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,12 +19,12 @@ GRACE_S = 0.5
 _AGAIN_S = 1.0
 """Delay until the timer fires again if the interpreter dropped the first exception, as in a finalizer."""
 _SOON_S = 0.01
-"""Delay until it fires again if a block was about to begin or end."""
+"""Delay until the timer fires again if a block was just beginning or ending."""
 _AT_ONCE_S = 1e-6
 _NEAR_S = 0.05
-"""Seconds before a deadline in which work that was stopped is taken to have been stopped by it, not by Ctrl-C."""
+"""Work that was stopped less than this before its deadline is taken to be stopped by the deadline, not by Ctrl-C."""
 _EARLY_S = 1e-3
-"""How much too early a timer may fire: that of CPU time counts whole ticks, and is up to 5 % ahead of the clock."""
+"""Seconds by which a timer may fire too early: CPU timers count whole ticks, and are up to 5 % ahead of the clock."""
 
 
 class CpuSeconds(float):
@@ -50,7 +50,8 @@ class Spent(Stopped):
 def ended(work: Callable[[], object], deadline: float | None) -> bool:
     """Return whether work finished before a deadline; False: it was stopped by the deadline or by Ctrl-C.
 
-    None: the work is a part of other work, which the time and Ctrl-C stop; here it ends only where it is `Spent`.
+    Without a deadline the work is part of other work: a time limit or Ctrl-C stops that, too, and only `Spent` ends the
+    work here.
     """
     try:
         with stopped_at(inf if deadline is None else deadline):
@@ -105,17 +106,17 @@ def expired(deadline: float) -> bool:
 
 
 def was_interrupted(began_s: float, time_limit_s: float | None) -> bool:
-    """Return whether a search that was stopped was so by Ctrl-C, before its time was up; `began_s`: of `monotonic`."""
+    """Return whether a search was stopped by Ctrl-C, before its time was up; `began_s`: its start by `monotonic`."""
     return time_limit_s is None or monotonic() - began_s < time_limit_s
 
 
 class stopped_at:
     """A context manager in whose block, in the main thread, Stopped is raised at a deadline.
 
-    Of nested blocks the outermost deadline counts.
-    Nothing is raised where a block begins or ends: the timer then fires again soon, or is not there any more. If the
-    deadline of an outer block stopped an inner one, of either clock, the outer one is stopped once that has ended, at
-    its own end at the latest: its work is not whole.
+    In nested blocks an earlier deadline of an outer block stops the inner one. Nothing is raised while a block begins
+    or ends: the timer then fires again soon, or is already off. If the deadline of an outer block stopped an inner one,
+    the outer block is stopped after the inner one has ended, by its own end at the latest, because its work is not
+    complete; its clock does not matter.
     """
 
     def __init__(self, deadline: float) -> None:
@@ -153,7 +154,7 @@ class stopped_at:
 
     def _give_back_timer(self) -> None:
         now, timer, alarm = self._clock
-        # First of all: a signal before the next line would stop a block that is over.
+        # This comes first: a signal before the next line would stop a block that is over.
         signal(alarm, _pass)
         setitimer(timer, 0)
         signal(alarm, self._outer)

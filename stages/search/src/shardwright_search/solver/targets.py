@@ -58,25 +58,25 @@ class Optimum(NamedTuple, Generic[C]):
 
     best: Best[C] | None
     near: tuple[Best[C], ...]
-    """Plans of a score within the asked share of the best, the best first."""
+    """Plans whose score is within the requested share of the best score, the best first."""
     bound: float
     """No plan of any configuration has a lower score."""
     bounds: tuple[tuple[float, Target[C]], ...]
-    """Every configuration that a plan may fit in, with what is known of its least score, the least first."""
+    """Every configuration that a plan may fit in, with a lower bound of its least score, the least first."""
     looked_at: int
     solved: int
     stopped: bool
 
 
-# Plans of one configuration that are guessed, with little work, before anything is proven.
+# Guesses: plans of one configuration that are found with little work, before anything is proven.
 
 
 GUESSED = 0.05
 """Relative distance above a configuration's bound within which a plan is guessed, if a plan is already known."""
 WIDE = (0.01, 0.02, GUESSED, 0.1, 0.2, 0.5, 1.0, 3.0)
-"""Relative distances for loose bounds and many plans, tried after `GUESSED` one after another until a plan is found."""
+"""Such distances that are tried one after another until a plan is found, if bounds are loose or no plan is known."""
 AT_ONCE = 0.011
-"""Share above its bound up to which a configuration is solved at once: labels grow fast with it."""
+"""Share above a configuration's bound up to which it is solved at once: the number of labels grows fast with it."""
 
 
 def guess(target: Target[C], bound: float, solvable: Callable[[C], Solvable]) -> Best[C] | None:
@@ -93,7 +93,7 @@ def guess(target: Target[C], bound: float, solvable: Callable[[C], Solvable]) ->
 def best_guess(asked: Solvable, below_ps: float, enough_ps: float = -np.inf) -> PricedSolution | None:
     """Return the best of successive guesses, until none is better or one is good enough."""
     better = best = asked.guess(below_ps)
-    # Below a nearer limit other labels are the promising ones.
+    # Below a lower limit other labels are the promising ones.
     while better is not None and better.objective_ps > enough_ps:
         best, better = better, asked.guess(better.objective_ps)
     return better or best

@@ -26,8 +26,8 @@ _LARGEST_BYTES = 2**52
 class Infeasible(NamedTuple):
     """No plan fits: why, how much is missing on a rank, and the least budget with which one fits.
 
-    Of the communicators of several chunks a stage, and of stages whose layers differ, only a bound is known: not
-    `exact`, both numbers may then be too small.
+    Only a bound is known of the communicators' memory if stages have several chunks or different layers. Both numbers
+    are then not `exact`: they may be too small.
     """
 
     reason: str
@@ -46,13 +46,13 @@ class Shortfall(NamedTuple):
     node_type: str
     """Node type of that stage."""
     missing_bytes: int
-    """Bytes that the stage needs beyond its budget; 0 or fewer where it fits."""
+    """Bytes that the stage needs beyond its budget; 0 or less if it fits."""
 
 
 def budgets_of(request: SearchRequest, cluster: Cluster, file: Path) -> dict[str, int]:
-    """Return the bytes that a rank may use, by node type: `memory_gib`, or all of the device's, less the reserve.
+    """Return the bytes that a rank may use, by node type: `memory_gib`, or all memory of the device, less the reserve.
 
-    Raises BadInput when the request allows more than a device has, or names a node type that the cluster has not.
+    Raises BadInput if the request allows more than a device has, or names a node type that the cluster does not have.
     """
     used = dict.fromkeys(group.node_type for group in cluster.nodes)
     asked = request.memory_gib
@@ -74,7 +74,7 @@ def budgets_of(request: SearchRequest, cluster: Cluster, file: Path) -> dict[str
 
 
 def with_spare(request: SearchRequest, cluster: Cluster, profiles: Profiles) -> SearchRequest:
-    """Return the request with its budget set: less `SPARE_SHARE` of each device whose profile is estimated.
+    """Return the request with budgets for devices whose profile is estimated: their memory less `SPARE_SHARE` of it.
 
     A request that has a budget or a reserve is returned as it is.
     """
@@ -96,8 +96,8 @@ def _is_estimated(profiles: Profiles) -> bool:
 def allowed_bytes(plan: Plan, estimate: Estimate, budgets: Mapping[str, int]) -> tuple[int, ...]:
     """Return the bytes that a rank of each pipeline stage may use: the least budget of the stage's node types.
 
-    What the default budget leaves free of a device is for what is not known beforehand, such as communicators: those of
-    the stage may use it.
+    The default budget leaves a part of a device free for memory that is not known beforehand, such as communicators:
+    the communicators of the stage may use it.
     """
     names, allowed = plan.cluster.node_type_of_rank, list[int]()
     for stage, place, device_bytes in zip(estimate.stages, plan.stages, device_bytes_of(plan), strict=True):
@@ -109,7 +109,7 @@ def allowed_bytes(plan: Plan, estimate: Estimate, budgets: Mapping[str, int]) ->
 
 
 def over_bytes(plan: Plan, estimate: Estimate, budgets: Mapping[str, int]) -> tuple[int, ...]:
-    """Return by how many bytes a rank of each stage exceeds its budget, or that of its host; 0 or less: it fits."""
+    """Return by how many bytes a rank of each stage exceeds its budget, or its host's budget; 0 or less: it fits."""
     allowed = allowed_bytes(plan, estimate, budgets)
     over = [stage.memory_bytes - most for stage, most in zip(estimate.stages, allowed, strict=True)]
     for number, (stage, place) in enumerate(zip(estimate.stages, plan.stages, strict=True)):
@@ -174,12 +174,12 @@ def infeasible(
 ) -> Infeasible:
     """Return by how much the configuration with the smallest need exceeds the budget; `subject` names it in the reason.
 
-    If that takes longer than until a deadline, it is the excess of fully sharded states.
+    If that is not known by the deadline, the excess of fully sharded states is returned.
     """
     shortfall, whole = latest(_shortfalls(instance, configurations), deadline)
     if shortfall is None:
         return _by_division(instance, file)._replace(stopped=True)
-    # Measured memory may be more than the tables say by a factor.
+    # Measured memory may exceed the tables' by a factor.
     missing_bytes = ceil(shortfall.missing_bytes * instance.costs.profiles_on(shortfall.node_type).memory_factor)
     exact = whole and not instance.counts_communicators
     more = f"{'' if exact else 'more than '}{missing_bytes} bytes a rank in pipeline stage {shortfall.stage}"
@@ -190,8 +190,8 @@ def infeasible(
 def _shortfalls(instance: Instance, configurations: Sequence[Configuration]) -> Iterator[Shortfall]:
     """Yield a lower bound of plans' excess over the budget, if one is known early, and then the least excess.
 
-    Plans of several chunks may need less than all of one. What fits but for communicators that are not counted exceeds
-    the budget by a byte or more.
+    Plans with several chunks may need less than all plans with one. A plan that fits except for communicators that are
+    not counted exceeds the budget by at least a byte.
     """
     single = [each for each in configurations if each.num_chunks == 1]
     least = min_shortfall(instance, single) if single else None
@@ -212,7 +212,7 @@ def _shortfalls(instance: Instance, configurations: Sequence[Configuration]) -> 
 def _least_of_chunks(instance: Instance, bound: Shortfall, below: int | None) -> Shortfall | None:
     """Return the excess of a configuration of several chunks, by bisection; None if it is not below `below`.
 
-    `bound`: a bound of it.
+    `bound`: a lower bound of this excess.
     """
     from shardwright_search.solver.interleaved import Interleaved
 
@@ -236,7 +236,10 @@ def _least_of_chunks(instance: Instance, bound: Shortfall, below: int | None) ->
 def _lacking(
     instance: Instance, reason: str, node_type: str, missing_bytes: int, exact: bool, file: Path
 ) -> Infeasible:
-    """Return the excess on a node type, with a remedy."""
+    """Return the answer that no plan fits: `reason`, and the memory of the node type that would be enough.
+
+    `missing_bytes`: by how much a rank exceeds its budget; a lower bound unless `exact`.
+    """
     cluster, request = instance.costs.cluster, instance.request
     min_bytes = budgets_of(request, cluster, file)[node_type] + missing_bytes
     # Rounded up to a number that is read back as enough.
@@ -251,8 +254,8 @@ def _lacking(
 def states_beyond_budget(instance: Instance) -> int:
     """Return by how many bytes a rank's share of all states exceeds its budget when fully sharded; 0: it fits.
 
-    States are the parameters as stored, and of trained ones gradients in the smaller format and the optimizer's states,
-    if these are not offloaded.
+    States are all parameters as stored, and for trained ones the gradients in the smaller format and, unless offloaded,
+    the optimizer's states.
     """
     costs, counts = instance.costs, Counter(instance.costs.cluster.node_type_of_rank)
     stored, reduced = ITEMSIZE[costs.precision.parameters], ITEMSIZE[costs.precision.reduce]

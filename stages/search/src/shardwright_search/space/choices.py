@@ -1,6 +1,6 @@
 """The choices within a configuration: the strategies of the layers, and the placements of the pipeline stages.
 
-Strategies are spelled in one way, and are the same on any cluster with stages as wide.
+Strategies with the same effect are written in one way. They depend on the widths of the stages, not on the cluster.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,9 +46,9 @@ class Choice(NamedTuple):
     outer: Strategy | None
     buffer_tokens: int | None
     tp_sizes: tuple[int, ...] | None
-    """The asked tensor-parallel sizes that divide a width; None: all."""
+    """The requested tensor-parallel sizes that divide a width; None: all."""
     shard_sizes: tuple[int, ...] | None
-    """The asked shard sizes that divide a width; None: none but whole groups."""
+    """The requested shard sizes that divide a width; None: only whole groups."""
     turns: Turns = PLAIN_TURNS
 
     @property
@@ -67,7 +67,7 @@ class Shardings(msgspec.Struct, frozen=True, eq=False):
     strategies: dict[int, dict[str, tuple[Strategy, ...]]]
     """The strategies by width and type."""
     layouts: tuple[Layout, ...]
-    """The layouts of all widths, whatever layers share."""
+    """The layouts of all widths, even if layers share one strategy."""
 
     def of_type(self, type_name: str, width: int) -> tuple[Strategy, ...]:
         """Return the strategies of one type on stages of one width."""
@@ -81,7 +81,7 @@ class LayerChoices(msgspec.Struct, frozen=True, dict=True, eq=False):
     model: Model
 
     def shardings(self, choice: Choice) -> Shardings:
-        """Return the strategies on widths over which every type of layer can be sharded, embedding and head aside."""
+        """Return the strategies on widths over which all types of layers can be sharded, except embedding and head."""
         return self._shardings(alike(choice))
 
     @cached_method
@@ -150,24 +150,24 @@ class LayerChoices(msgspec.Struct, frozen=True, dict=True, eq=False):
         return replace(strategy, type=type_name, experts=experts, offload=offload)
 
     def gathered_tokens(self, strategy: Strategy, samples: int) -> int:
-        """Return the tokens that Megatron's sequence parallelism gathers whole."""
+        """Return the tokens that a rank gathers under Megatron's sequence parallelism; 0 without it."""
         axes = axes_of(strategy)
         tokens = axes.rank_samples(samples) * self.model.sequence_length // axes.context.size
         return tokens if axes.gathers_sequence else 0
 
 
 def alike(choice: Choice) -> Choice:
-    """Return the choice of the least microbatch with the same strategies: all degrees divide the width of a stage."""
+    """Return the choice with the smallest microbatch that has the same strategies: degrees divide a stage's width."""
     if choice.buffer_tokens is not None:
         return choice
     return choice._replace(samples=gcd(choice.samples, lcm(*choice.widths)))
 
 
 def shardings(request: SearchRequest, model: Model, type_name: str, stage_size: int) -> tuple[Strategy, ...]:
-    """Return the ways to shard a layer type over the ranks of a pipeline stage, each effect once.
+    """Return the strategies of a layer type on the ranks of a pipeline stage; strategies with one effect only once.
 
-    If there is no tensor parallelism there is nothing to split the sequence by and no grid to stride, and where
-    there is no data parallelism nothing to shard by. Ulysses shards parameters over all ranks.
+    Without tensor parallelism the sequence cannot be split, and groups cannot be strided; without data parallelism
+    states cannot be sharded. Ulysses shards parameters over all ranks.
     """
     outer = {EMBEDDING: request.embedding, HEAD: request.head}.get(type_name)
     kinds = recompute_kinds(request.recompute, model) if outer is None else (Recompute.NONE,)
@@ -192,12 +192,12 @@ def shardings(request: SearchRequest, model: Model, type_name: str, stage_size: 
 
 
 def _order(strategy: Strategy) -> tuple[bool, bool, Strategy]:
-    """Return a key that sorts strategies; those with a field that others lack come last."""
+    """Return a key that sorts strategies; those with expert parallelism, and then those with offload, come last."""
     return shares_experts(strategy), isinstance(strategy, LayerStrategy) and strategy.offload is not UNSET, strategy
 
 
 def _offloads(request: SearchRequest, model: Model, type_name: str) -> Iterator[Offload]:
-    """Yield what layers of a type may offload; one without trained parameters has nothing to."""
+    """Yield what layers of a type may offload; without trained parameters they have no optimizer states."""
     kind = model.types[type_name]
     # Compiled layers keep their activations on the device, as do those without a backward pass.
     able = {
@@ -269,12 +269,12 @@ class Handover(NamedTuple):
     link: Link | None
     """The link of stages of equal width, which send from rank to rank."""
     nodes: tuple[Nodes, ...]
-    """The nodes of the ranks of both, where widths differ."""
+    """The nodes of the ranks of both, if widths differ."""
     node_types: tuple[str, ...]
 
 
 class Handovers(NamedTuple):
-    """The distinct handovers between the stages of some placements, and the index of each cut's."""
+    """The distinct handovers between the stages of some placements, and the index of the handover at each cut."""
 
     different: tuple[Handover, ...]
     number: dict[Cut, int]
@@ -292,11 +292,11 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
         return self.ways(configuration).exist
 
     def is_listed(self, configuration: Configuration) -> bool:
-        """Return whether a configuration has few enough placements to be listed; with given widths it always has."""
+        """Return whether a configuration has few enough placements to be listed; always, unless widths may be any."""
         return configuration.widths is not StageWidths.ANY or self.ways(configuration).max_moves <= MAX_MOVES
 
     def layer_strategies(self, configuration: Configuration) -> tuple[LayerStrategy, ...]:
-        """Return the strategies that all layers of a configuration can have, in the form for layers with experts."""
+        """Return the strategies that all layers of a configuration can share, as strategies of a layer with experts."""
         choice, types = self.choice(configuration), self.costs.model.types
         by_type = self.layers.shardings(choice).strategies[choice.widths[0]]
         names = dict.fromkeys(self.costs.model.layers)
@@ -350,7 +350,7 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
         return configuration.pp_size * prod(len(pool) + 1 for pool in pools_of(self.costs.cluster))
 
     def ways(self, configuration: Configuration) -> StageWays:
-        """Return the ways in which the stages of a configuration can be."""
+        """Return the ways in which the stages of a configuration can be placed."""
         widths = self._able(alike(self.choice(configuration)), configuration.pp_size, configuration.widths)
         return self._ways(widths, configuration.widths is StageWidths.ANY, configuration.ends)
 

@@ -45,15 +45,15 @@ _LIMITS_WITHOUT: Mapping[Dimension, Mapping[str, object]] = {
     Dimension.PIPELINE_PARALLEL: {"pp_sizes": (1,)},
     Dimension.RECOMPUTE: {"recompute": (Recompute.NONE,)},
 }
-"""What is left of the options where a dimension is disabled."""
+"""The values of options that remain if a dimension is disabled."""
 _MAX_LAYERS = 1_000
 """The most layers of a model: on two devices 2 CPU seconds and 200 MiB."""
 _ENDS = 2
 """Pipeline stages that may be without a block: the first has the embedding, the last the head."""
 Widths = StageWidths | tuple[int, ...]
-"""Equal widths, any, or those of each pipeline stage."""
+"""Equal widths, any widths, or the width of each pipeline stage."""
 Lacking = tuple[int, int]
-"""Layers that the first and the last chunk have less than the others."""
+"""How many layers fewer the first and the last chunk have than the others."""
 
 
 class Configuration(NamedTuple):
@@ -66,25 +66,25 @@ class Configuration(NamedTuple):
     num_chunks: int = 1
     """Layer ranges of a pipeline stage."""
     lacking: Lacking = (0, 0)
-    """Layers that the first chunk, with the embedding, and the last, with the head, have less than the others."""
+    """How many layers fewer the first chunk, with the embedding, and the last, with the head, have than the others."""
     layers: LayerStrategy | None = None
     """The one strategy of all layers, up to their types; None: each has its own."""
     buffer_tokens: int | None = None
     """Tokens that Megatron's gather buffer holds, which no layer may exceed; None: it is not counted."""
     widths: Widths = StageWidths.EQUAL
-    """Ranks of the pipeline stages; a tuple where they are unequal."""
+    """Ranks of the pipeline stages; a tuple if they are unequal."""
     ends: tuple[NodeTypes, NodeTypes] | None = None
-    """The node types of the first and last stage, where what tied parameters cost depends on them; None: any."""
+    """The node types of the first and last stage, if the cost of tied parameters depends on them; None: any."""
     outer: Strategy | None = None
     """The one strategy of embedding and head; None: each has its own."""
     block_in_each_stage: bool = False
-    """Whether no pipeline stage has the embedding or the head alone."""
+    """Whether every pipeline stage must have a block, in addition to the embedding or the head."""
 
     @property
     def edges(self) -> int:
         """Return the least number of process groups of a rank with neighbouring stages.
 
-        Between stages of unequal width there is one that is sure: others depend on the layouts at both ends of a cut.
+        Between stages of unequal width only one is certain: others depend on the layouts at both ends of a cut.
         """
         if self.pp_size == 1:
             return 0
@@ -110,7 +110,7 @@ class Configuration(NamedTuple):
     def closed_forms(self) -> tuple[ClosedForm, ...]:
         """Return the coefficients of T, which is the largest of the closed forms; with one chunk there is one.
 
-        Raises ValueError for passes that others hide: labels have no column for the largest A - C.
+        Raises ValueError for schedules whose passes hide others: labels have no column for the largest A - C.
         """
         schedule = schedule_of(self.schedule)
         if not is_solved(self.schedule):
@@ -135,8 +135,8 @@ class Configuration(NamedTuple):
 def narrowed(request: SearchRequest, cluster: Cluster, profiled: Collection[int] | None = None) -> SearchRequest:
     """Return the request with its named space and disabled dimensions expressed by the other options.
 
-    `profiled`: the tensor-parallel sizes that can be priced, if not all; if none are listed, these are taken.
-    Raises BadInput, naming the search, where the options and these leave nothing.
+    `profiled`: the tensor-parallel sizes that can be priced, if not all; if the request lists none, these are taken.
+    Raises BadInput, naming the search, if a space or a disabled dimension leaves none of an option's values.
     """
     limits = {f"space {request.space}": _limits_of_space(request, cluster.num_devices)}
     limits |= {f"disable {dimension}": _LIMITS_WITHOUT[dimension] for dimension in request.disable}
@@ -188,7 +188,7 @@ def _possible_tp_sizes(widths: StageWidths | tuple[tuple[int, ...], ...], cluste
 def _limited(request: SearchRequest, field: str, allowed: object, name: str) -> SearchRequest:
     """Return the request with a field restricted to the values that a limit of that name allows."""
     asked = getattr(request, field)
-    # Sets of latents, which the model may lack, stay here: no limit allows them.
+    # Sets of latents, which the model may not have, stay here: no limit allows them.
     asked = RECOMPUTE_PARTS if asked == PARTS else asked
     if isinstance(allowed, tuple) and asked is not None:
         left = tuple(value for value in asked if value in allowed)
@@ -203,7 +203,7 @@ def _limited(request: SearchRequest, field: str, allowed: object, name: str) -> 
 def configurations(request: SearchRequest, model: Model, cluster: Cluster, file: Path) -> tuple[Configuration, ...]:
     """Return the configurations of a narrowed request, in ascending order.
 
-    Raises BadInput, naming the search file, for a listed number that no plan has: it would be left out in silence.
+    Raises BadInput, naming the search file, for a listed number that no plan has: it would be left out silently.
     """
     devices, layers = cluster.num_devices, len(model.layers)
     for problem, remedy in (*_problems(request, devices, layers), *_expert_problems(request, model)):
@@ -221,7 +221,7 @@ def configurations(request: SearchRequest, model: Model, cluster: Cluster, file:
 
 
 def is_solved(schedule: Schedule) -> bool:
-    """Return whether the search has a closed form of a schedule: it has none where some passes hide others."""
+    """Return whether the search has a closed form for a schedule: it has none if some passes hide others."""
     return all(kind.fill == 1 for kind in schedule_of(schedule).kinds)
 
 
@@ -232,7 +232,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def most_stages(layers: int) -> int:
-    """Return the largest number of pipeline stages for a number of layers; the first and last stage may have none."""
+    """Return the most pipeline stages that a number of layers can have; the first and last stage may have no layer."""
     return layers + _ENDS
 
 
@@ -253,7 +253,7 @@ def _pp_sizes(request: SearchRequest, devices: int, layers: int) -> list[int]:
 def _widths(request: SearchRequest, devices: int, pp_size: int, schedule: Schedule) -> tuple[Widths, ...]:
     """Return the possible widths of this many pipeline stages.
 
-    Interleaved stages are equally wide, and so are those whose layers share one strategy, which says on how many ranks.
+    Stages are equally wide if they are interleaved, or if all layers share one strategy, which has a number of ranks.
     """
     equal: tuple[Widths, ...] = (StageWidths.EQUAL,) if devices % pp_size == 0 else ()
     may_differ = not schedule.interleaves and request.fine_grained and pp_size > 1
@@ -326,7 +326,7 @@ def _expert_problems(request: SearchRequest, model: Model) -> Iterator[tuple[str
 def _chunks(request: SearchRequest, layers: int, pp_size: int, schedule: Schedule) -> Iterator[tuple[int, Lacking]]:
     """Yield numbers of chunks, several if the schedule is interleaved, with the layers missing at both ends.
 
-    Chunks are as small as can be: where they cannot be equal, the first and the last lack what is not there.
+    Chunks are as small as possible; if they cannot all be equal, the first and the last have fewer layers.
     """
     if not schedule.interleaves:
         yield 1, (0, 0)
@@ -352,7 +352,7 @@ class Outer(StrEnum):
     ALIKE = "alike"
     """Both share one."""
     AS_LAYERS = "as_layers"
-    """They share the one strategy of all layers, where these have one."""
+    """They have the one strategy that all layers share."""
 
 
 def _any(configuration: Configuration) -> bool:
@@ -364,11 +364,11 @@ class Demands(NamedTuple):
 
     outer: Outer = Outer.FREE
     block_in_each_stage: bool = False
-    """Whether no pipeline stage has the embedding or the head alone."""
+    """Whether every pipeline stage must have a block, in addition to the embedding or the head."""
     allows: Callable[[Configuration], bool] = _any
     """Whether a configuration may be searched; its `layers` are the strategy that all layers share, if they do."""
     elsewhere: bool = False
-    """Whether another system runs the plan, whose context parallelism is not limited as this project's is."""
+    """Whether another system runs the plan: limits of this project's context parallelism do not apply."""
 
 
 NO_DEMANDS = Demands()

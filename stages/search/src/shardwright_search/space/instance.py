@@ -49,7 +49,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_property
     def choices(self) -> Choices:
-        """The strategies and the places that there are to choose from."""
+        """The strategies of layers and the placements of stages that can be chosen."""
         return Choices(self.request, self.costs, self.prices.layers)
 
     @property
@@ -67,7 +67,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         return _stage_types(self.request, self.budgets)
 
     def target(self, configuration: Configuration) -> Target[Configuration]:
-        """Return how a configuration is scored: seconds of a step, or of a sample."""
+        """Return a configuration with its score: the time of a step, or of a sample, by the objective."""
         return Target(
             configuration=configuration,
             offset_ps=float(picoseconds(self.costs.step_overhead_s)),
@@ -84,7 +84,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         return placed.stage_ranks(solution.device_groups)
 
     def node_type(self, configuration: Configuration, group: int) -> str:
-        """Return the node type of a device group of a problem; of several the one of the least budget."""
+        """Return the node type of a device group of a problem; if it spans several, the one with the least budget."""
         topologies = self.choices.placed(configuration).topologies
         return min(topologies[group].type_names, key=self.prices.with_process)
 
@@ -117,7 +117,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         return cluster.num_devices > 1 and any(each.communicator_bytes for each in self.costs.profiles.used(cluster))
 
     def problem(self, configuration: Configuration) -> Problem:
-        """Return the numbers of a configuration of GPipe or 1F1B."""
+        """Return the solver's numbers of a configuration of GPipe or 1F1B."""
         choice, p, m = self.choices.choice(configuration), configuration.pp_size, configuration.num_microbatches
         placed, handovers = self.choices.placed(configuration), self.choices.handovers(configuration)
         sends = [self.prices.handed_over(choice, handover) for handover in handovers.different]
@@ -142,7 +142,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
     def chunk_types(self, configuration: Configuration) -> tuple[str, ...] | None:
         """Return the layer types of a whole chunk; None if chunks or placements differ.
 
-        A first chunk without layers needs an embedding that passes on what the last layer of a chunk does.
+        If the first chunk has no layers, the embedding must output what the last layer of a chunk outputs.
         """
         names, types = self.costs.model.layers, self.costs.model.types
         first, second, *_ = configuration.chunk_ends(len(names))
@@ -153,7 +153,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         return whole if alike and len(self.choices.placed(configuration).topologies) == 1 else None
 
     def interleaved_problem(self, configuration: Configuration) -> InterleavedProblem:
-        """Return the solver's numbers of a configuration of the interleaved schedule with equal chunks."""
+        """Return the solver's numbers of a configuration of an interleaved schedule with equal chunks."""
         choice, p, m = self.choices.choice(configuration), configuration.pp_size, configuration.num_microbatches
         v, placed = configuration.num_chunks, self.choices.placed(configuration)
         if (types := self.chunk_types(configuration)) is None:
@@ -210,7 +210,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
 def _stages(
     configuration: Configuration, solution: Solution, ranks: Sequence[tuple[int, ...]], num_layers: int
 ) -> tuple[PipelineStage, ...]:
-    """Return the layer ranges of each pipeline stage: its chunks, or as the solution cuts."""
+    """Return the layer ranges of each pipeline stage: its chunks, or its range between the solution's cuts."""
     cuts = [0, *(end - 1 for end in solution.ends[:-1]), num_layers]
     if configuration.num_chunks > 1:
         cuts = [0, *configuration.chunk_ends(num_layers)]

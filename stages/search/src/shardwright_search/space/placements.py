@@ -17,9 +17,9 @@ from shardwright_search.cost_model.collectives import StageTopology, stage_topol
 from shardwright_search.solver.problem import Cut, Moves, Position
 
 NodeTypes = tuple[str, ...]
-"""Node types that a stage is on, in the order of their names."""
+"""Node types that a stage is on, sorted by name."""
 _Way = tuple[Position, Position]
-"""Ranks that a pipeline stage may take up: how many of each node type, and the position behind it."""
+"""Ranks that a pipeline stage may take up: how many of each node type, and the position after it."""
 
 
 class Placements(NamedTuple):
@@ -28,9 +28,9 @@ class Placements(NamedTuple):
     topologies: tuple[StageTopology, ...]
     """Topologies of stages by the solver's device group."""
     moves: tuple[Moves, ...]
-    """Moves by pipeline stage; a position is the number of ranks of each node type that stages before it take up."""
+    """Moves by pipeline stage; a position is the number of ranks of each node type that earlier stages take up."""
     pools: tuple[tuple[int, ...], ...]
-    """The ranks of each node type: stages take them up in their order."""
+    """The ranks of each node type, in the order in which stages take them up."""
     taken: tuple[Position, ...]
     """Ranks of each node type that a stage takes up, by device group."""
 
@@ -62,9 +62,9 @@ class Placements(NamedTuple):
 class StageWays(msgspec.Struct, frozen=True, dict=True, eq=False):
     """The ways to divide all ranks of a cluster among pipeline stages of given widths.
 
-    A stage's ranks are of one node type, unless it `spans` several. `by_nodes`: each stage is in one node, or takes up
-    whole nodes, or is where it is if all are equally wide. `ends`: the node types of the first and last stage, if these
-    are given.
+    A stage's ranks have one node type, unless it may span several (`spans`). `by_nodes`: each stage is in one node, or
+    takes up whole nodes, or is placed as among equally wide stages. `ends`: the node types of the first and last stage,
+    if these are given.
     """
 
     cluster: Cluster
@@ -125,9 +125,9 @@ class StageWays(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_property
     def widths_of_types(self) -> dict[str, set[int]]:
-        """How wide stages are on each node type in the ways in which none spans types; {}: there are none.
+        """The widths of stages on each node type, over all ways in which no stage spans types; {}: there are none.
 
-        All positions are looked at together, as arrays [ranks of each node type].
+        All positions are examined together, as arrays [ranks of each node type].
         """
         nodes, required = _Nodes(self.cluster, len(self.widths), self.by_nodes, False), self._required_types
         shape = tuple(len(pool) + 1 for pool in nodes.pools)
@@ -163,7 +163,7 @@ class StageWays(msgspec.Struct, frozen=True, dict=True, eq=False):
         pools, last = pools_of(self.cluster), len(self.widths) - 1
         positions = prod(len(pool) + 1 for pool in pools)
         ways = max(len(each) * len(pools) for each in self.widths)
-        if self.spans:  # so many nodes of each type; positions are looked at from which the end cannot be reached
+        if self.spans:  # any number of nodes of each type; positions that do not lead to the end are tried, too
             ways += prod(len({self.cluster.node_of_rank[rank] for rank in pool}) + 1 for pool in pools)
             return sum(ways * min(positions, ways**stage) for stage in range(last + 1))
         return sum(ways * min(positions, ways ** min(stage, last - stage)) for stage in range(last + 1))
@@ -221,7 +221,10 @@ class _Nodes:
         return np.asarray(here.reshape(axis) | ((at.sum(0) == stage * width) & (at[pool] % width == 0)))
 
     def _spanning(self, stage: int, position: Position, widths: Sequence[int]) -> Iterator[Position]:
-        """Yield the positions after a stage over several types: whole nodes, or all remaining ranks but one type's."""
+        """Yield ranks of each type that a stage over several may take up: whole nodes, or all that is left of types.
+
+        In the latter case it may take up a part of one more type.
+        """
         left = [len(ranks) - first for ranks, first in zip(self.pools, position, strict=True)]
         whole = [
             [end - first for end in sorted(borders) if end > first] if first in borders else []

@@ -71,14 +71,14 @@ class Dimension(StrEnum):
 
 
 class Objective(StrEnum):
-    """The number that the best plan has the most, or the least, of."""
+    """The number by which plans are compared."""
 
     SAMPLES_PER_S = "samples_per_s"
     """The most samples a second, over all batch sizes."""
     STEP_TIME = "step_time"
     """The shortest step, for a fixed batch size."""
     USD_PER_SAMPLE = "usd_per_sample"
-    """The least price of a sample; on a given cluster the plan of the most samples a second."""
+    """The least price of a sample; on a given cluster this is the plan with the most samples a second."""
 
 
 class BatchRange(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,7 +87,7 @@ class BatchRange(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     min: Count
     """The smallest."""
     max: Count
-    """The largest, if a step meets it."""
+    """The largest, if whole steps lead to it."""
     step: Count
     """The difference between neighbouring sizes."""
 
@@ -98,11 +98,11 @@ class StageWidths(StrEnum):
     EQUAL = "equal"
     """An equal number each."""
     ANY = "any"
-    """Any number each, as long as they have all devices together; each in one node, or of whole nodes."""
+    """Any number each, all devices in total; each stage is in one node, or takes up whole nodes."""
 
 
 class OuterSpace(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Strategies of the embedding or the head; null: as of the layers."""
+    """Strategies of the embedding or the head; null: as for the layers."""
 
     tp_sizes: Counts | None = None
     """Tensor-parallel degrees."""
@@ -125,12 +125,12 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
     name: Name
     """Name of the search; the plan is named after it."""
     objective: Objective = Objective.SAMPLES_PER_S
-    """The number that the best plan has the most, or the least, of."""
+    """The number by which plans are compared."""
     global_batch_size: Count | BatchRange
     """Samples of one optimizer step, or a range of sizes to choose from."""
     memory_gib: Gib | Annotated[dict[str, Gib], Meta(min_length=1)] | None = None
     """Budget of one device in GiB, or one for each node type; null: all of the device's memory, or
-    92 % of it where its profile is estimated and there is no `reserve_gib`.
+    92 % of it if its profile is estimated and there is no `reserve_gib`.
     """
     reserve_gib: Annotated[float, Meta(ge=0, le=2**20)] = 0.0
     """The part of the budget that is left free, in GiB. The process's own memory, as profiled, is counted anyway."""
@@ -143,10 +143,10 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
     fine_grained: bool = True
     """Whether each layer has a strategy of its own; else all share one."""
     tolerance: Share = 0.0
-    """Share of the least time that no plan is below within which the simplest plan is taken; 0: the fastest is."""
+    """The simplest plan within this share of the bound that no plan's time is below is taken; 0: the fastest plan."""
     pp_sizes: Counts | None = None
-    """Pipeline degrees; null: every divisor of the number of devices that leaves each pipeline stage a layer; with any
-    `stage_widths` every number that does, and with listed ones theirs."""
+    """Pipeline degrees; null: every divisor of the number of devices that leaves each pipeline stage a layer; if
+    `stage_widths` is any, every number that does; if it is a list, the numbers of stages in it."""
     max_pp_size: Count | None = None
     """The largest pipeline degree."""
     stage_widths: StageWidths | Annotated[tuple[Counts, ...], Meta(min_length=1)] = StageWidths.EQUAL
@@ -155,26 +155,26 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
     Interleaved schedules, and plans with one strategy for all layers, have stages of equal width.
     """
     span_node_types: bool = False
-    """Whether a pipeline stage may be on nodes of several types, whose slowest rank binds: on whole nodes, or, where
+    """Whether a pipeline stage may be on nodes of several types, as fast as its slowest rank: on whole nodes, or, if
     stages are equally wide or listed, on all that is left of some types and a part of the next one."""
     tp_sizes: Counts | None = None
     """Tensor-parallel degrees; null: every divisor of a pipeline stage's number of ranks that was profiled, on all
-    devices of a mixed cluster; where `stage_widths` may be unequal those alone that divide the number of devices, all
-    or a node type's."""
+    devices of a mixed cluster; if `stage_widths` may be unequal, only those that divide the number of all devices or
+    of a node type's devices."""
     max_tp_size: Count | None = None
     """The largest tensor-parallel degree."""
     cp_sizes: Counts = (1,)
-    """Context-parallel degrees, of which each divides the next larger one: parts that positions are shared out in, in
-    attention, too. A profile of two lengths and micro-batch sizes prices those above 1."""
+    """Context-parallel degrees: numbers of ranks over which positions are split, also in attention. Each must divide
+    the next larger one. Degrees above 1 need a profile of two lengths and micro-batch sizes."""
     context: Annotated[tuple[ContextParallel, ...], Meta(min_length=1)] = tuple(ContextParallel)
-    """Ways in which positions attend to those of other ranks, where a cp_size is above 1."""
+    """Ways in which positions attend to positions of other ranks, if a cp_size is above 1."""
     ep_sizes: tuple[Count, ...] = ()
-    """Parts that a layer's experts may be shared out in, whatever the rest of the layer does; none: experts are sharded
-    as the rest. The profile says what experts cost by themselves."""
+    """Numbers of parts into which a layer's experts may be sharded, independently of the rest of the layer; none:
+    experts are sharded as the rest. The profile must say what experts cost by themselves."""
     etp_sizes: Counts = (1,)
-    """Neighbouring ranks that may share the features of each expert of a part, where experts are shared out."""
+    """Numbers of neighbouring ranks over which the features of each expert may be split under expert parallelism."""
     expert_data_parallel: Annotated[tuple[DataParallel, ...], Meta(min_length=1)] | None = None
-    """Kinds of data parallelism of experts that are shared out; null: those of `data_parallel`."""
+    """Kinds of data parallelism of experts under expert parallelism; null: the kinds in `data_parallel`."""
     max_dp_size: Count | None = None
     """The largest data-parallel degree."""
     tp_consecutive: Annotated[tuple[bool, ...], Meta(min_length=1)] = (True,)
@@ -182,7 +182,7 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
     data_parallel: Annotated[tuple[DataParallel, ...], Meta(min_length=1)] = tuple(DataParallel)
     """Kinds of data parallelism."""
     shard_sizes: Counts | None = None
-    """Data-parallel ranks that ZeRO may share the states out among, beside all of them; null: all of them only."""
+    """Numbers of data-parallel ranks over which ZeRO may shard states, in addition to all; null: only all of them."""
     sequence_parallel: Annotated[tuple[SequenceParallel, ...], Meta(min_length=1)] = (
         SequenceParallel.NONE,
         SequenceParallel.MEGATRON,
@@ -190,7 +190,7 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Kinds of sequence parallelism."""
     recompute: RecomputeChoice = (Recompute.NONE, Recompute.FULL)
     """Kinds of activation recomputation; parts: none, selective, full, and every set of norms, activation functions
-    and products with latents."""
+    and matrix products with latents."""
     offload: Annotated[tuple[Offload, ...], Meta(min_length=1)] = (Offload.NONE,)
     """States that a layer may keep in host memory; the cluster's node types need `host_memory_gib`, and
     `host_bytes_per_s` unless it was measured."""
@@ -201,17 +201,18 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
     schedules: Annotated[tuple[Schedule, ...], Meta(min_length=1)] = (Schedule.ONE_F_ONE_B,)
     """Orders of the microbatches."""
     chunks_per_stage: Counts = (2,)
-    """Layer ranges of a pipeline stage when the schedule is interleaved_1f1b."""
+    """Layer ranges of a pipeline stage if the schedule is interleaved_1f1b."""
     precision: Precision = Precision()
     """The number formats."""
     optimizer: OptimizerName | Literal["any"] | Annotated[tuple[OptimizerName, ...], Meta(min_length=1)] = "adamw"
-    """The optimizer; of several, or any, that under which the best plan is the best."""
+    """The optimizer; if several, or any, the one with the best plan is chosen."""
     attention: Attention = Attention.AUTO
     """The attention kernel."""
     compile: bool = False
-    """Whether torch.compile compiles each layer; the profile must be of compiled layers, too."""
+    """Whether torch.compile compiles each layer; the profile must be measured with compiled layers, too."""
     loss_chunks: Count = 1
-    """Parts in which a rank's positions go through the logits and the loss, which are computed again in backward."""
+    """Number of chunks of a rank's positions for which logits and loss are computed one after another, and again in
+    the backward pass."""
     gradient_reduction: GradientReduction = GradientReduction.DEFERRED
     """When gradients are reduced."""
     time_model: TimeModel = TimeModel.INTERPOLATE
@@ -263,7 +264,10 @@ def _check_degrees(request: SearchRequest) -> None:
 
 
 def of_each_optimizer(request: SearchRequest) -> tuple[SearchRequest, ...]:
-    """Return one request for each optimizer that the request lists; of several, those that cannot do not offload."""
+    """Return one request for each optimizer that the request lists.
+
+    If it lists several, offload is left out for optimizers that do not support it.
+    """
     several = len(request.optimizers) > 1
     none = (Offload.NONE,)
     return tuple(
@@ -302,9 +306,9 @@ class CellAnswer(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     """Name of the cell's search."""
     key: Sha256
-    """SHA-256 of all that the answer rests on; KEY.json and KEY.prediction.json are the plan, if there is one."""
+    """SHA-256 of all that the answer depends on; KEY.json and KEY.prediction.json are the plan, if there is one."""
     reason: str | None
-    """Why there is no plan; null where there is one."""
+    """Why there is no plan; null if there is one."""
 
 
 class GridAnswers(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -320,9 +324,9 @@ class Offer(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Nodes of one type that can be rented."""
 
     usd_per_hour: NonNegativeNumber | None = None
-    """Price of one node; null: that of the cluster file."""
+    """Price of one node; null: the price in the cluster file."""
     counts: Annotated[tuple[NonNegativeCount, ...], Meta(min_length=1)] | None = None
-    """How many can be had; null: any number up to the cluster file's, and none."""
+    """Numbers of nodes that can be rented; null: any number from 0 to the number in the cluster file."""
 
 
 class Offers(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -339,7 +343,7 @@ class Offers(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Offers by name of the cluster's node types; one that is left out is as the cluster file has it."""
 
 
-# The context parallelism of a request that the runtime has for a model.
+# The context parallelism of a request that the runtime supports for a model.
 
 
 _OUTER = "embedding", "head"
@@ -348,7 +352,7 @@ _OUTER = "embedding", "head"
 def runnable(request: SearchRequest, model: Model, cluster: Cluster, file: Path) -> SearchRequest:
     """Return a request without context parallelism that the runtime does not support for a model.
 
-    Raises BadInput, naming the search file, where that leaves nothing.
+    Raises BadInput, naming the search file, if that leaves nothing.
     """
     obstacle = _obstacle(request, model, cluster)
     ring = ring_obstacle(model, request.attention)

@@ -52,7 +52,7 @@ class _Equal(NamedTuple):
     stages: int
     topologies: _Topologies
     links: tuple[Link, ...]
-    """Links between them, and to those on other types as if these were as fast."""
+    """Links between them, and to stages on other types, as if those were as fast."""
 
 
 class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
@@ -63,7 +63,7 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
     def bound_ps(self, configuration: Configuration) -> float | None:
         """Return the bound; infinity: there is no plan; None: the placements must be listed first.
 
-        That is so of listed widths, of stages that span node types, of interleaved chunks, and of too many positions.
+        They must be listed for listed widths, stages that span node types, interleaved chunks, or too many positions.
         """
         choices, widths = self.instance.choices, configuration.widths
         if self.instance.request.span_node_types or isinstance(widths, tuple) or configuration.num_chunks > 1:
@@ -124,7 +124,7 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
     def _mean_weights(
         self, configuration: Configuration, choice: Choice, topologies: _Topologies
     ) -> tuple[Weights, ...]:
-        """Return the weights of the stages' shares in the ranks, with each type's speed."""
+        """Return the `mean_weights` of a stage on each topology, whose ranks count by their node type's speed."""
         weights = self.instance.weights(choice, topologies)
         speeds = {on.node_type: weight / on.size for on, weight in zip(topologies, weights, strict=True)}
         total = sum(count * speeds[name] for name, count in self._ranks.items())
@@ -161,17 +161,17 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
         costs = self.instance.costs
         cluster, pools = costs.cluster, pools_of(costs.cluster)
         unbroken = [pool[-1] - pool[0] + 1 == len(pool) for pool in pools]
-        # A stage of several ranks begins right behind another's first only where a type's nodes are not neighbours.
+        # A stage of several ranks begins right after another's first rank only if a type's nodes are not neighbours.
         near = {width == 1, not all(unbroken)}
         by_type = []
         for pool, follow in zip(pools, unbroken, strict=True):
             stages = [pool[i : i + width] for i in range(0, len(pool), width)]
-            # Stages lie on nodes as the first does from where their ends meet: from there on they lie as before.
+            # Where a stage and a node end together, the placement of stages on nodes repeats from the first stage on.
             per_node = cluster.domain_size(cluster.node_type_of_rank[pool[0]])
             some = stages[: lcm(per_node, width) // width + 1] if follow else stages
             topologies = dict.fromkeys(stage_topology(cluster, ranks) for ranks in some)
             links = dict.fromkeys(costs.link(*pair) for pair in pairwise(some))
-            if len(pools) > 1:  # what goes to another type takes as long as the slower end, and leaves its node
+            if len(pools) > 1:  # a send to another type takes as long as the slower end, and leaves its node
                 links |= dict.fromkeys(Link(consecutive, True, costs.node_types_of(pool)) for consecutive in near)
             by_type.append(_Equal(len(stages), tuple(topologies), tuple(links)))
         return tuple(by_type)
@@ -194,7 +194,7 @@ class Unlisted(NamedTuple):
     """Configurations that are bounded and not searched: their stages have too many placements."""
 
     scores: tuple[tuple[float, int], ...]
-    """A score that no plan of a configuration is below, and its pipeline degree, for each."""
+    """For each configuration a lower bound of its plans' scores, and its pipeline degree."""
 
     def below(self, score: float) -> "Unlisted | None":
         """Return the configurations that may have a plan below this score; None: there are none."""
@@ -262,7 +262,7 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @property
     def targets(self) -> tuple[Target[Configuration], ...]:
-        """The configurations that are searched; raises NothingListed where none has a plan at all."""
+        """The configurations that are searched; raises NothingListed if none has a plan at all."""
         if self.listed:
             return self.listed
         if self.unlisted is not None:
@@ -277,7 +277,7 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
     def unlisted(self) -> Unlisted | None:
         """Return the configurations that have placements and are only bounded; None: there are none.
 
-        If nothing is known before it is known where stages are, as of those that span node types, the bound is 0.
+        If no bound is known before stages are placed, as for stages that span node types, the bound is 0.
         """
         choices, left = self.instance.choices, []
         for configuration in self._configurations:
@@ -316,7 +316,7 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
         return UniformBounds(self.instance)
 
     def deferred(self, configuration: Configuration) -> Solvable:
-        """Return a configuration with its first bound, where there is one."""
+        """Return a configuration with its first bound, if there is one."""
         bounds = self._first_bounds if configuration.layers is None else self.uniform_bounds
         bound_ps, made = bounds.bound_ps(configuration), partial(self.whole, configuration)
         return made() if bound_ps is None else _Deferred(bound_ps, made)
@@ -334,8 +334,8 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
     def plain(self, targets: Sequence[Target[Configuration]]) -> Best[Configuration] | None:
         """Return the best of some plain plans, for a search that was stopped before it had one; None: none fits.
 
-        They are of configurations with one chunk. If stages may be of any widths, it is the best plan of equal
-        widths that is soon found: these have few placements.
+        They belong to configurations with one chunk. If stages may have any widths, it is the best plan with equal
+        widths that is found soon: equal widths have few placements.
         """
         single = [target for target in targets if target.configuration.num_chunks == 1]
         if self.instance.request.stage_widths is not StageWidths.ANY:
@@ -352,7 +352,7 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
         return best or latest(self._plain([*equals, *single]), soon(0.0))[0]
 
     def _plain(self, targets: Iterable[Target[Configuration]]) -> Iterator[Best[Configuration]]:
-        """Yield ever better plain plans."""
+        """Yield ever better plans among the `plain_plan`s of the first targets."""
         solved = ((target, plain_plan(self.instance.problem(target.configuration))) for target in targets)
         plans = (Best(target, plan, target.score(plan.objective_ps)) for target, plan in solved if plan is not None)
         yield from accumulate(islice(plans, _MAX_PLAIN), _lesser)
@@ -364,9 +364,9 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
             yield equal
 
     def _split(self, configuration: Configuration) -> Iterator[Configuration]:
-        """Yield the configuration once for each common strategy and buffer size, if that has plans.
+        """Yield the configuration once for each common strategy and buffer size with which it has plans.
 
-        If a configuration is only bounded, those of equal width are searched, if there are such.
+        If a configuration is only bounded, the same with stages of equal width is searched in its place, if possible.
         """
         choices, request = self.instance.choices, self.instance.request
         ways = (configuration,) if choices.is_listed(configuration) else self._of_equal_width(configuration)
@@ -431,8 +431,8 @@ def space_of(
 ) -> SearchSpace:
     """Return the search space of a request; `known`: prices of a cluster with the same node types, or more.
 
-    Raises BadInput for profiles that do not fit the request, a budget that no device has, and where the runtime has
-    none of the context parallelism that is asked for.
+    Raises BadInput for profiles that do not fit the request, for a budget that no device has, and if the runtime
+    supports none of the requested context parallelism.
     """
     if len(request.optimizers) > 1:
         raise BadInput(file, f"optimizer: {', '.join(request.optimizers)} are several", "name one here")
@@ -464,7 +464,7 @@ def space_of(
 
 
 def _check_offload(request: SearchRequest, cluster: Cluster, profiles: Profiles, file: Path) -> None:
-    """Raise BadInput if layers may offload what an optimizer or a node type does not let them."""
+    """Raise BadInput if the request allows an offload that its optimizer or a node type does not support."""
     if not request.offloads:
         return
     if request.offloads_optimizer and not can_offload(OPTIMIZERS[request.optimizers[0]]):

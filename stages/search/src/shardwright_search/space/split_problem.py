@@ -1,12 +1,12 @@
-"""Configurations of split backward passes as problems of the solver, whose optimum no plan's simulated time is below.
+"""Configurations with split backward passes as problems of the solver: no plan's simulated time is below the optimum.
 
-Let stage j have forward, backward and weight passes F, B and W, m of each, and ends U, and send s. It begins when a
-micro-batch has come through the stages before it. Its first backward pass begins when one has come through all stages
-and back to it, after at most n forward passes, for it holds no more. After its last backward pass a gradient must go
-back to the first stage. So a step takes no less than any of
+Let stage j have m forward, backward and weight passes of times F, B and W, the time U at the end of a step, and a send
+of time s after it. It begins when a micro-batch has come through the stages before it. Its first backward pass begins
+when a micro-batch has come through all stages and back to it, after at most n forward passes, as it holds at most n.
+After its last backward pass a gradient must go back to the first stage. So a step takes no less than any of
 
     1  sum of F + s before j + m (F + B + W) of j + U of j,
-    2  sum of F + s of all + sum of B + s behind j + m (F + B + W) of j - n F of j + U of j,
+    2  sum of F + s of all + sum of B + s after j + m (F + B + W) of j - n F of j + U of j,
     3  the same with W and U of the first stage for m W and U of j, and with the sum of B + s before j.
 
 `largest_problem` keeps m (F + B + W) + U of the slowest stage, `weighted_problem` a weighted mean of all bounds. Each
@@ -36,12 +36,12 @@ from shardwright_search.step.memory import pass_counts
 from shardwright_search.step.pareto import Numbers
 
 _LEAST_SHARE = 1 - 2.0**-40
-"""A weighted time times this is less than the exact one: few roundings are in it."""
+"""A computed weighted time times this is less than the exact one, as it has only a few roundings."""
 _MAX_PIVOTS = 20
 """The most pivots for each stage."""
 _SMALL = 1e-9
 _MAX_ROUNDS = 12
-"""The most actions of a stage, for each stage, among which it holds the most."""
+"""How many of a stage's first actions, for each stage of the pipeline, are searched for the most memory."""
 
 
 def split_targets(space: SearchSpace, schedule: Schedule) -> tuple[Target[Configuration], ...] | None:
@@ -78,9 +78,9 @@ class SplitConfiguration:
         self._one_way = [instance.prices.moves_one_way(choice.free, on) for on in topologies]
 
     def most_alone(self, below_ps: Fraction | float) -> int:
-        """Return how many stages may hold one block and nothing else in a plan that takes less than a time.
+        """Return how many stages may hold one block and nothing else in a plan whose step takes less than `below_ps`.
 
-        The others are fewer, and do all that other layers do in a step.
+        The remaining stages must do the work of all other layers in that time.
         """
         p, m, least = self.configuration.pp_size, self.configuration.num_microbatches, list[float]()
         every = [m] * 3
@@ -93,7 +93,7 @@ class SplitConfiguration:
         return max((k for k in range(p - 1) if k == 0 or Fraction(whole - k * most, p - k) < below_ps), default=0)
 
     def largest_problem(self, gathers: bool) -> Problem:
-        """Return the problem of the slowest stage, T = max A; `gathers`: no stage holds one block alone."""
+        """Return the problem of the slowest stage, T = max A; `gathers`: no stage holds only one block."""
         p, m = self.configuration.pp_size, self.configuration.num_microbatches
         every = Weights(np.tile([m, m, m, 1.0], (p, 1)), np.zeros(p - 1))
         return self._problem(every, ClosedForm(fill=0, steady=1, once=0), gathers)
@@ -103,7 +103,7 @@ class SplitConfiguration:
         return self._problem(weights, ClosedForm(fill=1, steady=0, once=0), True)
 
     def too_much_ps(self, weights: Weights) -> float:
-        """Return the most that `weighted_problem` counts too much for a stage that holds one block alone."""
+        """Return the most that `weighted_problem` counts too much for a stage that holds only one block."""
         longest = max(float(each.gather_ps.max()) for of_group in self._passes for each in of_group)
         return float(np.ceil(weights.passes[:, :2].max() * longest)) + 1
 
@@ -155,7 +155,7 @@ class SplitConfiguration:
         return replace(group, options=tuple(options), redistribution_ps=np.floor(moves))
 
     def _moments(self) -> list["Moment"]:
-        """Return for each stage the moment at which it would hold the most if it had usual blocks alone."""
+        """Return for each stage the moment at which it would hold the most if it had only usual blocks."""
         kind, option = self._usual
         own, passes = self._joint.device_groups[0].options[kind].take(option), self._passes[0][kind]
 
@@ -177,24 +177,24 @@ class SplitConfiguration:
 
     @property
     def weights(self) -> Weights:
-        """Return weights for `weighted_problem`, of the usual block's passes."""
+        """Return weights for `weighted_problem`, from the usual block's passes."""
         asked = self.configuration
         most = schedule_of(asked.schedule).num_ahead(asked.pp_size, asked.num_microbatches, 0, 1) + 1
         return weights_of(asked.pp_size, asked.num_microbatches, most, self.usual_passes)
 
     @property
     def usual_passes(self) -> tuple[float, float, float]:
-        """Return the forward, backward and weight pass of a usual block."""
+        """Return the picoseconds of the forward, backward and weight pass of a usual block."""
         kind, option = self._usual
         passes = self._passes[0][kind]
         return float(passes.forward_ps[option]), float(passes.backward_ps[option]), float(passes.weight_ps[option])
 
 
 def _time_ps(own: Options, passes: SplitPasses, weights: Sequence[float], gathers: bool) -> Numbers:
-    """Return a layer's weighted passes and ends under each strategy, in whole picoseconds."""
+    """Return a layer's weighted time of passes and of the step's end [strategies], in whole picoseconds."""
     forward, backward, weight, end = weights
     times = forward * passes.forward_ps + backward * passes.backward_ps + weight * passes.weight_ps
-    # Of two layers or more each gathers for one of its passes at least.
+    # If a stage holds two layers or more, each is gathered for one of its passes at least.
     return np.asarray(np.floor(times + gathers * min(forward, backward) * passes.gather_ps + end * own.exposed_ps))
 
 
@@ -207,9 +207,8 @@ def _sent(times: Numbers, weight: float) -> Numbers:
 def weights_of(pp_size: int, num_microbatches: int, most_held: int, usual: tuple[float, float, float]) -> Weights:
     """Return weights by which a layer counts about as much on each stage, so that no cut evades the bounds.
 
-    `most_held`: the micro-batches that a stage holds at most.
-
-    They are those of a game of bounds against stages with usual passes; any weights with a sum of at most 1 will do.
+    `most_held`: the micro-batches that a stage holds at most. The weights are the best mixture in a game of bounds
+    against stages with usual passes; any weights with a sum of at most 1 are valid.
     """
     bounds = _bounds(pp_size, num_microbatches, most_held)
     pays = bounds[:, :, :3] @ np.array(usual)
@@ -238,7 +237,7 @@ def _best_mixture(pays: Numbers) -> Numbers:
 
 
 def _bounds(pp_size: int, num_microbatches: int, most_held: int) -> Numbers:
-    """Return the coefficients [bounds, stages, 5] of each stage's F, B, W and U, and of the send behind it."""
+    """Return the coefficients [bounds, stages, 5] of each stage's F, B, W and U, and of the send after it."""
     m, n = num_microbatches, min(most_held, num_microbatches)
     bounds = np.zeros((3, pp_size, pp_size, 5))
     for j in range(pp_size):
@@ -260,18 +259,18 @@ class Moment(NamedTuple):
     """What a stage holds in a forward or backward pass."""
 
     in_flight: int
-    """Micro-batches, with the one on its way."""
+    """Micro-batches in flight, including the one on its way."""
     deferred: int
-    """Micro-batches of which weight passes are left."""
+    """Micro-batches whose weight passes are still to come."""
     summed: bool
-    """Whether all gradients are there, which they are from the first weight pass on."""
+    """Whether all gradients exist, as they do from the first weight pass on."""
 
 
 @lru_cache(maxsize=256)
 def held(schedule: Schedule, num_stages: int, num_microbatches: int) -> tuple[tuple[Moment, ...], ...]:
     """Return for each stage the moments with the most micro-batches before and after its first weight pass.
 
-    They are looked for in its first actions, after which an order repeats itself.
+    They are searched in its first actions, after which the order of actions repeats itself.
     """
     stages = list[tuple[Moment, ...]]()
     for stage in range(num_stages):

@@ -1,6 +1,6 @@
 """The solver's numbers of pipeline stages, by the placement of their ranks on nodes.
 
-Among them are what tied parameters, and those that layers share, cost by how the first and the last stage hold them.
+They include the cost of tied parameters, and of parameters that layers share, by how first and last stage hold them.
 """
 
 from functools import cache, cached_property
@@ -51,13 +51,13 @@ class TiedParameters(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     costs: CostModel
     stage_types: tuple[NodeTypes, ...]
-    """The node types that a stage may be on together, those that the cluster lacks among them."""
+    """The combinations of node types that a stage may be on, including types that the cluster does not have."""
 
     @cached_method
     def costs_ps(self, shardings: Shardings, pp_size: int, types: tuple[NodeTypes, NodeTypes] | None = None) -> Numbers:
         """Return the costs [classes of the embedding, of the head], including shared parameters; infinity: no plan.
 
-        `types`: of the first and the last stage, where these are given.
+        `types`: the node types of the first and the last stage, if these are given.
         """
         if not self.costs.model.has_copies and not has_shared(self.costs.model):
             return np.zeros((1, 1))
@@ -103,7 +103,7 @@ class TiedParameters(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_method
     def _ranks(self, node_types: NodeTypes, width: int, last: bool = False) -> tuple[int, ...]:
-        """Return the ranks of a first or last stage; over several types one possible set, for all cost the same."""
+        """Return the ranks of a first or last stage; over several types any possible set, as all cost the same."""
         types = self.costs.cluster.node_type_of_rank
         pools = [pool[::-1] if last else pool for pool in pools_of(self.costs.cluster) if types[pool[0]] in node_types]
         in_turn = [rank for turn in zip_longest(*pools) for rank in turn if rank is not None]
@@ -111,14 +111,14 @@ class TiedParameters(msgspec.Struct, frozen=True, dict=True, eq=False):
 
 
 def _apart(before: _End, behind: _End, first: tuple[int, ...], last: tuple[int, ...]) -> bool:
-    """Return whether the first and the last stage can be two; of stages that span types the ranks are not known."""
+    """Return whether first and last stage can be two stages; if they span types, their exact ranks are not known."""
     if len(before.node_types) == len(behind.node_types) == 1:
         return not set(first) & set(last)
     return first != last
 
 
 class SplitPasses(NamedTuple):
-    """The parts of split passes of a micro-batch [strategies], without ZeRO-3's gathers."""
+    """The times of the split passes of a micro-batch [strategies], without ZeRO-3's gathers."""
 
     forward_ps: Numbers
     backward_ps: Numbers
@@ -138,7 +138,7 @@ class Bounds(NamedTuple):
 
 
 class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
-    """Everything that was priced so far, whatever the cluster, on some of the node types."""
+    """All prices computed so far on some of the node types, for any cluster of these."""
 
     costs: CostModel
     layers: LayerChoices
@@ -181,8 +181,9 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
     ) -> DeviceGroup:
         """Return the costs of every strategy on stages of this topology, with the communicators that each stage makes.
 
-        These are so many edges of the pipeline, and a layer's own groups: they are workspace, of which a stage holds
-        the most of any layer. That is never too much, and too little where layers of other groups are in a stage.
+        Communicators of `edges` pipeline edges are subtracted from the budget. Those of a layer's own groups are
+        counted as its workspace: a stage holds at most the workspace of one layer. That is never too much, but too
+        little if layers with different groups are in a stage.
         """
         handed_on = (tensor.features for kind in self.costs.model.types.values() for tensor in kind.outputs)
         features = max(handed_on)
@@ -251,7 +252,7 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_method
     def fastest_ps(self, choice: Choice, topology: StageTopology) -> float:
-        """Return all ranks' time for a layer of each type, each with the strategy that takes the least."""
+        """Return the total time of a stage's ranks for one layer of each type, each with its fastest strategy."""
         names = dict.fromkeys(self.costs.model.layers)
         times = (float(self._options(name, choice, topology, False).time_ps.min()) for name in names)
         return topology.size * sum(times)
@@ -272,7 +273,7 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_method
     def _num_groups(self, name: str, choice: Choice, topology: StageTopology) -> Numbers:
-        """Return how many groups each strategy takes; of a type that is in no stage there are none."""
+        """Return how many process groups each strategy makes [strategies]; one 0 for a type that is in no stage."""
         if (own := choice.of_type(name)) != choice:
             return self._num_groups(name, own, topology)
         replicas = name in types_with_replicas(self.costs.model)
@@ -306,7 +307,7 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
         return np.array([self._moves_of(name, choice, topology) for name in self.types])
 
     def _moves_of(self, name: str, choice: Choice, topology: StageTopology) -> Numbers:
-        """Return the times [layouts, layouts] of a type."""
+        """Return the redistribution times of a layer type in a forward pass [layouts, layouts]."""
         shardings = self.layers.shardings(choice)
         layouts = shardings.layouts
         one_way = np.zeros((len(layouts), len(layouts)))
@@ -316,7 +317,7 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
         return one_way
 
     def handed_over(self, choice: Choice, handover: Handover) -> Numbers:
-        """Return times [types, layouts before, layouts after]; infinity: impossible."""
+        """Return the times of a handover, one way [types, layouts before, layouts after]; infinity: impossible."""
         if handover.link is not None:
             return self._rank_to_rank(choice.free, handover.widths[0], handover.link)
         return self._to_other_width(choice.free, handover.nodes, handover.node_types)

@@ -19,7 +19,7 @@ class UniformStrategy(NamedTuple):
     """One strategy for all layers, and how samples and layers are divided."""
 
     layer: LayerStrategy
-    """Strategy of each layer, whatever its type; layers without experts leave out how these are sharded."""
+    """Strategy of each layer of any type; the sharding of experts does not apply to layers without experts."""
     pp_size: int = 1
     micro_batch_size: int = 1
     """Samples of a data-parallel rank in a microbatch."""
@@ -36,12 +36,12 @@ class UniformStrategy(NamedTuple):
 
     @property
     def shard_groups(self) -> int:
-        """Groups of data-parallel ranks that hold replicas of each other's shards."""
+        """Number of groups of data-parallel ranks over each of which states are sharded."""
         return self.replicas // self.layer.shard_size if self.layer.shard_size else 1
 
     @property
     def replicas(self) -> int:
-        """Ranks that have the same parts of the weights: data-parallel and context-parallel."""
+        """Number of ranks that have the same part of the weights: data-parallel and context-parallel ones."""
         return self.layer.dp_size * self.layer.cp_size
 
     @property
@@ -62,8 +62,9 @@ def sizes_that_fit(name: str) -> Iterator[None]:
 def with_experts(name: str, model: Model, uniform: UniformStrategy, ep_size: int, etp_size: int) -> UniformStrategy:
     """Return the choice with expert parallelism, and the experts' states sharded as the rest of a layer.
 
-    If each rank has its share of the features of all, this is how layers are without. Raises BadInput for models
-    without experts, and for sizes that do not fit.
+    If `ep_size` is 1 and `etp_size` the layer's tp_size, each rank has its share of the features of all experts, as
+    without expert parallelism: the choice stays as it is. Raises BadInput for models without experts, and for sizes
+    that do not fit.
     """
     if (ep_size, etp_size) == (1, uniform.layer.tp_size):
         return uniform
@@ -85,7 +86,7 @@ def plan_of_uniform(
     """Return the plan whose layers all have one strategy.
 
     `vocabulary` shards embedding and head, by default as the layers; `settings` are the other fields of the plan.
-    Raises BadInput where the numbers do not divide one another.
+    Raises BadInput if the numbers do not divide one another.
     """
     ranges, layer = uniform.pp_size * uniform.chunks, uniform.layer
     if ranges > len(model.layers) and not uniform.ranges:
@@ -109,7 +110,7 @@ def plan_of_uniform(
 def even_cuts(layers: int, pp_size: int) -> tuple[int, ...]:
     """Return cuts that divide layers evenly: pp_size + 1 layer indices, from 0.
 
-    What is left over goes to stages in the middle, later ones first, then to the last: the first also holds the
+    The remaining layers go to stages in the middle, later ones first, then to the last stage: the first also holds the
     embedding, and the most microbatches.
     """
     share, left = divmod(layers, pp_size)
@@ -121,7 +122,7 @@ def even_cuts(layers: int, pp_size: int) -> tuple[int, ...]:
 def stages_of(
     ranges: Sequence[tuple[int, int]], pp_size: int, width: int, schedule: Schedule = Schedule.ONE_F_ONE_B
 ) -> tuple[PipelineStage, ...]:
-    """Pipeline stages on equal blocks of ranks, which hold the layer ranges as the schedule places them."""
+    """Return pipeline stages on equal blocks of ranks, which hold the layer ranges as the schedule places them."""
     ranks, held = [tuple(range(i * width, (i + 1) * width)) for i in range(pp_size)], placed(ranges, schedule, pp_size)
     return tuple(PipelineStage(ranks=ranks[i], layers=held[i]) for i in range(pp_size))
 

@@ -1,7 +1,8 @@
 """Lower bounds on the step time T if all layers have one strategy, for every such strategy of a configuration at once.
 
-What the layers take is then known, but for the embedding and the head. It is also known how many layers a pipeline
-stage can hold, and so how many some stage must hold at least; of interleaved chunks, which layers each stage holds.
+The costs of the layers are then known, except for the embedding and the head. It is also known how many layers a
+pipeline stage can hold, and so how many some stage must hold at least; with interleaved chunks, which layers each stage
+holds.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,11 +34,11 @@ class _Stages(NamedTuple):
 
     together: _Load
     fullest: _Load
-    """Of the stage with the largest A or U, if it is neither the first nor the last."""
+    """The load of the stage with the largest A or U, if it is neither the first nor the last."""
     first: _Load
     last: _Load
     fits: Numbers
-    """True where the layers may fit."""
+    """True for strategies with which the layers may fit."""
 
 
 class _Ends(NamedTuple):
@@ -51,7 +52,7 @@ class _Ends(NamedTuple):
     """[embeddings or heads, 1]: A without the redistribution."""
 
     def of(self, number: int | None) -> "_Ends":
-        """Return the costs of one of them; None: of all."""
+        """Return the costs of one embedding or head by its number; None: of all."""
         return self if number is None else _Ends._make(column[[number]] for column in self)
 
 
@@ -111,7 +112,7 @@ class UniformBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
         return _of_cuts(problem, rows), float(problem.tied_ps.min()), _ends(problem.device_groups, kinds, rows)
 
     def _rows(self, whole: Configuration, kinds: Sequence[int]) -> dict[int, Ints]:
-        """Return the option that each strategy is, by the number of a layer type."""
+        """Return the option numbers of the common strategies, by the number of a layer type."""
         choice, layers, types = (
             self.instance.choices.choice(whole),
             self.instance.choices.layers,
@@ -127,7 +128,7 @@ class UniformBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
 
 
 def _ends(groups: Sequence[DeviceGroup], kinds: tuple[int, int, int], rows: dict[int, Ints]) -> tuple[_Ends, _Ends]:
-    """Return the costs of embeddings and heads; `kinds`: their types, and between them that of the last layer."""
+    """Return the costs of embeddings and heads; `kinds`: the types of the embedding, the last layer and the head."""
     embedding, last, head = kinds
     into, out_of = [], []
     for group in groups:
@@ -145,7 +146,7 @@ def _least_of(on_groups: Sequence[tuple[Options, Numbers]]) -> _Ends:
 
 
 def _of_cuts(problem: Problem, rows: dict[int, Ints]) -> _Stages:
-    """Return the bounds of layers that are cut anywhere."""
+    """Return the bounds of layers that may be cut into stages anywhere."""
     layers, p = problem.layers[1:-1], problem.pp_size
     each = {
         kind: [group.options[kind].take(of_kind) for group in problem.device_groups] for kind, of_kind in rows.items()
@@ -157,7 +158,7 @@ def _of_cuts(problem: Problem, rows: dict[int, Ints]) -> _Stages:
     most = np.stack([_most_layers(problem, stage, each) for stage in range(p)])
     inner = most[1:-1] if not problem.block_in_each_stage else most
     fits = (most.sum(0) >= len(layers)) & (inner >= 1).all(0)
-    if len(rows) > 1:  # of one type the most layers say as much
+    if len(rows) > 1:  # with one type, `most` says the same
         fits &= _reached(problem, each) == len(layers)
     fullest = _some_stage_holds(most, len(layers))
     sends = _sends_ps(problem, each)
@@ -183,9 +184,9 @@ def _most_layers(problem: Problem, stage: int, each: dict[int, list[Options]]) -
 
 
 def _most_on(problem: Problem, stage: int, number: int, each: Sequence[Options]) -> Numbers:
-    """Return how many layers a stage may hold on one device group, of the type of which it can hold the most.
+    """Return how many layers a stage may hold on one device group if all have the type that takes the least memory.
 
-    The peak is no lower than while the first of them works, while the last does, or while the head does.
+    The peak is no lower than the memory while the first layer works, while the last one does, or while the head does.
     """
     group, parts, p = problem.device_groups[number], problem.phases(stage), problem.pp_size
     memory = [options.memory(parts) for options in each]
@@ -232,7 +233,7 @@ def _reached(problem: Problem, each: dict[int, list[Options]]) -> Ints:
 def _reached_on(
     problem: Problem, stage: int, number: int, each: Sequence[Options], kind_of: Ints, reached: Ints
 ) -> Ints:
-    """Return how many layers there are up to the end of a stage on one device group; `each`: options of each type."""
+    """Return how many layers stages hold up to the end of one on a device group; `each`: the options of each type."""
     group, parts, (embedding, *inner, head) = problem.device_groups[number], problem.phases(stage), problem.layers
     memory = [options.memory(parts) for options in each]
     stacked = LayerMemory._make(np.stack(np.broadcast_arrays(*column)) for column in zip(*memory, strict=True))
@@ -274,7 +275,7 @@ def _some_stage_holds(most: Numbers, layers: int) -> Ints:
 
 
 def _sends_ps(problem: Problem, each: dict[int, list[Options]]) -> Numbers:
-    """Return a lower bound of the time of all sends; the first may be the embedding's alone."""
+    """Return a lower bound of the time of all sends; the first stage may hold and send only the embedding."""
     (options, *_), *_ = each.values()
     total, embedding = np.zeros(len(options.time_ps)), problem.layers[0]
     for stage in range(1, problem.pp_size):

@@ -2,16 +2,17 @@
 
 In a phase with k microbatches in flight a stage holds its state, (k - 1) times its activations, and the most that one
 more microbatch holds on its way: while layer j works, the activations of the layers up to j, j's workspace, and the
-gradients: of all layers, or in the first backward pass of those from j on. If sums of earlier microbatches are kept
-in addition to what a backward pass makes, they are all there from the second one on, and what it makes comes anew.
-Besides it holds what it received of each microbatch in flight and what it is receiving for the next pass, taken to be
-as large, and of one microbatch the gradients of its inputs and of its outputs.
+gradients. These are the gradients of all layers, or in the first backward pass those of the layers from j on. If sums
+of earlier microbatches' gradients are kept in addition to the gradients that a backward pass makes, all sums exist from
+the second backward pass on, and that pass makes its own gradients layer by layer. In addition the stage holds what it
+received of each microbatch in flight, what it is receiving for the next pass (taken to be as large), and the gradients
+of one microbatch's inputs and outputs.
 
-Of a stage with several chunks the action list is walked. A chunk's gradients are made by its first backward pass, layer
-by layer; while a microbatch is on its way through a chunk, the most that it holds there comes on top of the activations
-and gradients that all chunks hold. The runtime frees an output when a message of the next stage shows that it was
-received, or when the next chunk of the same stage takes it for its input. There it is counted so; of a stage with one
-chunk outputs are counted until their backward pass.
+For a stage with several chunks the action list is walked. A chunk's gradients are made by its first backward pass,
+layer by layer. While a microbatch is on its way through a chunk, the most that it holds there comes on top of the
+activations and gradients that all chunks hold. The runtime frees an output when a message of the next stage shows that
+it was received, or when the next chunk of the same stage takes it for its input; so it is counted for several chunks.
+For a stage with one chunk, outputs are counted until their backward pass.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,17 +32,17 @@ class Phase(NamedTuple):
 
     in_flight: int
     late: bool = False
-    """True where what this backward pass makes comes layer by layer, and is not all there from the start."""
+    """True if the gradients of this backward pass are made layer by layer, and do not all exist from its start."""
     summed: bool = True
-    """True where gradients of earlier backward passes are there, summed in place or apart from the last."""
+    """True if gradients of earlier backward passes exist, summed in place or separately from the last gradients."""
 
 
 def phases(in_flight: int, num_microbatches: int, keeps_sums: bool = False) -> tuple[Phase, ...]:
     """Return the phases in which a stage's memory may be at its peak; `keeps_sums`: some layer keeps gradient sums.
 
     If all microbatches are in flight before the first backward pass, that pass has them all but makes the gradients
-    only now; the passes after it have one less. With one microbatch more, there is one forward pass with the gradients
-    of the first backward pass; with still more, forward passes meet sums and what the last backward pass has made.
+    only now; the passes after it have one less. With one microbatch more, one forward pass runs while the gradients of
+    the first backward pass are held; with still more, forward passes run while sums and the last gradients are held.
     """
     if in_flight == num_microbatches:
         first = Phase(in_flight, late=True, summed=False)
@@ -52,7 +53,7 @@ def phases(in_flight: int, num_microbatches: int, keeps_sums: bool = False) -> t
 
 
 def min_phases(in_flight: int, num_microbatches: int, keeps_sums: bool) -> tuple[Phase, ...]:
-    """Return a phase that every stage with this many micro-batches in flight, or more, reaches or exceeds."""
+    """Return phases whose memory every stage with this many micro-batches in flight, or more, reaches or exceeds."""
     if in_flight == num_microbatches:
         return phases(in_flight, num_microbatches, keeps_sums)
     return (Phase(in_flight, late=keeps_sums),)
@@ -64,7 +65,7 @@ class LayerMemory(NamedTuple):
     static: Numbers
     """Bytes all phase long."""
     late: Numbers
-    """Bytes from the layer's work on."""
+    """Bytes from the layer's own pass on."""
     activation: Numbers
     """Activations of the microbatch on its way."""
     workspace: Numbers
@@ -85,7 +86,7 @@ def layer_memory(
 ) -> LayerMemory:
     """Return the memory of a layer, or of each of its options, from the bytes of each kind.
 
-    Without sums gradients are made once.
+    If `sums` is 0, the gradients are made only once, in the first backward pass.
     """
     kinds = (state, gradients, sums, activation, workspace)
     states, made, before, kept, working = (np.asarray(kind, float)[..., None] for kind in kinds)
@@ -117,7 +118,7 @@ class StageMemory(NamedTuple):
 def no_layers(parts: Sequence[Phase], received: ArrayLike) -> StageMemory:
     """Return the memory before the first layer: the received inputs of the micro-batches in flight.
 
-    It adds to those in flight the gradient of one, and what comes for the next pass while this one computes.
+    The inputs count twice more: for the gradient of one, and for what is received for the next pass.
     """
     resident = np.asarray(received, float)[..., None] * np.array([phase.in_flight + 2.0 for phase in parts])
     return StageMemory(resident, resident)
@@ -144,7 +145,7 @@ class PassCounts(NamedTuple):
     freed: tuple[int, ...]
     """Microbatches among these by chunk whose outputs the next stage is known to have received."""
     made: tuple[bool, ...]
-    """True for each chunk whose gradients are there, because it has been through a backward pass before."""
+    """True for each chunk whose gradients exist, because it has been through a backward pass before."""
     makes: bool
     """True in the first backward pass of the chunk worked on."""
     unreceived: tuple[int, ...]
@@ -154,7 +155,7 @@ class PassCounts(NamedTuple):
 def pass_counts(
     schedule: PipelineSchedule, num_stages: int, num_microbatches: int, stage: int, num_chunks: int
 ) -> Iterator[PassCounts]:
-    """Yield the moment of every action of a stage, in order."""
+    """Yield the counts at every action of a stage, in order."""
     ways = (1, -1) if schedule.name.splits else (1,)
     here = schedule.actions(num_stages, num_microbatches, stage, num_chunks)
     sides = _sides(schedule, num_stages, num_microbatches, stage, num_chunks, ways)
@@ -166,7 +167,7 @@ def pass_counts(
         if kind.needs is not None:
             kept[kind.needs][chunk] -= 1
         if (side := sides.get((chunk, -kind.way))) is not None:
-            # What comes from this stage itself is taken with the action.
+            # Messages from this stage itself are taken with the action.
             known = number if side.is_own else side.numbers[kind, microbatch, side.chunk]
             for each in side.waiting:
                 unread[each.way][each.chunk] -= each.taken_at <= known
@@ -193,12 +194,12 @@ class _Sent(NamedTuple):
 
 
 class _Side(NamedTuple):
-    """The chunk with which a stage's chunk exchanges messages: of another stage, or of the same one."""
+    """A chunk with which a stage's chunk exchanges messages, on another stage or the same one."""
 
     chunk: int
     is_own: bool
     numbers: Mapping[tuple[Pass, int, int], int]
-    """Those of the actions of its stage."""
+    """The index of each action (pass, microbatch, chunk) in its stage's action list."""
     waiting: list[_Sent]
     """Messages that its stage is not known to have taken."""
 
@@ -211,7 +212,7 @@ def _sides(
     num_chunks: int,
     ways: Sequence[int],
 ) -> dict[tuple[int, int], _Side]:
-    """Return the neighbours along the way by chunk and step, 1 or -1, of stages that receive messages of these ways."""
+    """Return by chunk and step (1: next, -1: previous) the neighbours on stages that receive messages of these ways."""
     way = schedule.name.way(num_stages, num_chunks)
     index = {place: number for number, place in enumerate(way)}
     ends = ((chunk, step, index[stage, chunk] + step) for chunk in range(num_chunks) for step in (1, -1))
@@ -231,9 +232,9 @@ def _sides(
 
 
 def layer_passes(gradients: ArrayLike, activation: ArrayLike, workspace: ArrayLike) -> LayerMemory:
-    """Return a layer's memory for one micro-batch [options, kinds of passes]: without and with gradients.
+    """Return a layer's bytes for one micro-batch [options, 2]: in passes that make no gradients, and that make them.
 
-    States are counted apart, and so are gradients that are there.
+    Parameters, optimizer states and the gradients of earlier passes are not included: they are counted separately.
     """
     made = np.multiply.outer(np.asarray(gradients, float), [0.0, 1.0])
     kept, working = (np.asarray(kind, float)[..., None] for kind in (activation, workspace))

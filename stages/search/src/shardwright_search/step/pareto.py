@@ -17,7 +17,7 @@ _BLOCK = 256
 _AT_ONCE = 128
 """Rows of a front that others are compared with at once."""
 _SWEPT = 100_000
-"""Pairs of rows from which on a sweep takes the place of comparing them one by one."""
+"""With more pairs of rows than this, a sweep takes the place of comparing them one by one."""
 _EARLIER = np.triu(np.ones((_BLOCK, _BLOCK), bool), 1)
 
 
@@ -83,8 +83,8 @@ def _front_of_three(second: list[float], third: list[float], beats: Iterable[boo
 def _front_of_many(rows: NDArray[Any]) -> Ints:
     """Return `_front` of rows without their first column, which is sorted and need not be compared.
 
-    No row of the later half beats one of the earlier, so the front of the earlier half is final, and of that of the
-    later half remains what the earlier one does not beat (Kung, Luccio and Preparata 1975).
+    No row of the later half beats one of the earlier half. So the front of the earlier half is final, and the rows of
+    the later half's front remain that the earlier front does not beat (Kung, Luccio and Preparata 1975).
     """
     if len(rows) <= _BLOCK:
         is_beaten = _EARLIER[: len(rows), : len(rows)].copy()
@@ -97,7 +97,10 @@ def _front_of_many(rows: NDArray[Any]) -> Ints:
 
 
 def beaten_alike(front: NDArray[Any], block: NDArray[Any], keys: tuple[Ints, Ints]) -> NDArray[np.bool_]:
-    """Return which rows of a block some row of a front matches or beats that has the same key; `keys`: of both."""
+    """Return which rows of a block some row of a front with the same key matches or beats.
+
+    `keys`: the keys of the front's rows, and of the block's rows.
+    """
     if len(front) * len(block) <= _SWEPT:
         return np.asarray((_no_worse(front, block) & (keys[0][:, None] == keys[1])).any(0))
     is_beaten = np.zeros(len(block), bool)
@@ -113,7 +116,7 @@ def beaten(front: NDArray[Any], block: NDArray[Any]) -> NDArray[np.bool_]:
         return _beaten_of_three(front, block)
     left = np.arange(len(block))
     for start in range(0, len(front), _AT_ONCE):
-        # What is beaten already is compared no more.
+        # Rows that are already beaten are not compared again.
         left = left[~_no_worse(front[start : start + _AT_ONCE], block[left]).any(0)]
     is_beaten = np.ones(len(block), bool)
     is_beaten[left] = False
@@ -129,7 +132,7 @@ def _no_worse(front: NDArray[Any], block: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def _beaten_of_three(front: NDArray[Any], block: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return `_beaten` for three columns, in one sweep over the first; of equal rows those of the front come first."""
+    """Return `beaten` for three columns, in one sweep over the first; among equal rows the front's come first."""
     rows, of_front = np.concatenate([front, block]), np.arange(len(front) + len(block)) < len(front)
     order: Ints = np.lexsort((~of_front, rows[:, 0]))
     kept = _front_of_three(rows[order, 1].tolist(), rows[order, 2].tolist(), of_front[order].tolist())

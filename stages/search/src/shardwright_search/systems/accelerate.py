@@ -1,8 +1,8 @@
 """A plan as what Hugging Face's accelerate starts: its ParallelismConfig and FSDP2 in Python, and its launch file.
 
-Names are those of accelerate 1.15.0: `parallelism_config.py`, `utils/dataclasses.py`, `commands/config/config_args.py`.
-Gradients are reduced with the last micro-batch, or with each where `sync_each_batch` is true.
-FSDP2 shards over data-parallel and context-parallel ranks; the latter attend as torch's `context_parallel` does.
+Names are from accelerate 1.15.0: `parallelism_config.py`, `utils/dataclasses.py`, `commands/config/config_args.py`.
+Gradients are reduced with the last micro-batch, or with each one if `sync_each_batch` is true.
+FSDP2 shards over data-parallel and context-parallel ranks; attention over the latter is torch's `context_parallel`.
 """
 
 import ast
@@ -71,7 +71,7 @@ _SETTINGS: Mapping[str, Settings] = {
         read=("sync_each_batch",), harmless=("num_steps", "adjust_scheduler", "sync_with_dataloader")
     ),
 }
-"""Arguments of accelerate's classes that a set-up calls; the number of accumulated micro-batches is the question's."""
+"""Arguments of accelerate's classes that a set-up calls; the question decides how many micro-batches accumulate."""
 _SETUP = '''\
 """Set-up of a plan: prepare the model with ACCELERATOR, and load MICRO_BATCH_SIZE samples a rank."""
 
@@ -98,7 +98,7 @@ ACCELERATOR = Accelerator(
 def accelerate_setup(plan: Plan, plan_file: object) -> Exported:
     """Return the set-up of a plan with data parallelism only, and its launch file.
 
-    Raises BadInput naming the first thing that accelerate cannot express beside a stock model.
+    Raises BadInput naming the first feature that accelerate cannot express with a stock model.
     """
     target = ExportTarget(_TITLE, plan_file)
     uniform = uniform_of(plan, target, has_context=True, with_peft=True)
@@ -158,7 +158,7 @@ def _shards(uniform: UniformStrategy) -> int:
 
 
 def _context(uniform: UniformStrategy) -> str:
-    """Return the arguments of context parallelism; none where there is none."""
+    """Return the arguments for context parallelism; empty without it."""
     if not uniform.shares_context:
         return ""
     handler = f'{_HANDLER}(cp_comm_strategy="{ROTATE_METHODS[uniform.layer.context]}")'
@@ -166,7 +166,7 @@ def _context(uniform: UniformStrategy) -> str:
 
 
 def _config(plan: Plan, uniform: UniformStrategy) -> str:
-    """Return the file of `accelerate launch --config_file`, which sets the same by environment variables."""
+    """Return the file for `accelerate launch --config_file`, which has the same effect by environment variables."""
     keys = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP",

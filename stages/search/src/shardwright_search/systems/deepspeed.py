@@ -1,8 +1,8 @@
 """A plan as DeepSpeed's configuration (JSON), and such a configuration as a plan.
 
-Keys and meanings are those of `deepspeed/runtime/config.py` and `runtime/zero/config.py` of 0.19.8. Stage 1 reduces the
-gradients of all micro-batches once a step, stages 2 and 3 those of each. Parameters are kept in bfloat16 beside their
-float32 copies, as by Megatron-LM's optimizers.
+Keys and meanings are from `deepspeed/runtime/config.py` and `runtime/zero/config.py` of 0.19.8. Stage 1 reduces the
+gradients of all micro-batches once a step; stages 2 and 3 reduce them after each micro-batch. Parameters are kept in
+bfloat16 in addition to their float32 copies, as by Megatron-LM's optimizers.
 """
 
 import json
@@ -50,7 +50,7 @@ _SETTINGS = Settings(
     },
     strict=False,
 )
-"""Keys of the whole file; its optimizer and precision are those of the question."""
+"""Keys of the whole file; the question, not the file, decides the optimizer and the precision."""
 _ZERO_SETTINGS = Settings(
     read=("stage",),
     harmless=(
@@ -71,14 +71,14 @@ _ZERO_SETTINGS = Settings(
         "mics_shard_size": (-1,),
     },
 )
-"""Keys of its ZeRO; sizes of buckets and what is fetched ahead are DeepSpeed's own."""
+"""Keys of its ZeRO; plans do not decide the sizes of buckets and what is fetched ahead."""
 _CHECKPOINT_SETTINGS = Settings(
     harmless=(
         *("partition_activations", "contiguous_memory_optimization", "synchronize_checkpoint_boundary", "profile"),
         "number_checkpoints",
     )
 )
-"""Keys of recomputation; activations are partitioned among tensor-parallel ranks, of which there is one."""
+"""Keys of recomputation; activations would be partitioned among tensor-parallel ranks, of which there is only one."""
 _OPTIMIZER_SETTINGS = Settings(
     harmless=("params", "legacy_fusion"),
     values={"type": ("Adam", "AdamW", "FusedAdam", "adam", "adamw")},
@@ -95,7 +95,7 @@ _TYPE_SETTINGS = Settings(
 def deepspeed_json(plan: Plan, plan_file: object) -> Exported:
     """Return the configuration that a plan determines; optimizer and learning rate are the user's.
 
-    Raises BadInput naming the first thing that DeepSpeed cannot express beside a stock model.
+    Raises BadInput naming the first feature that DeepSpeed cannot express with a stock model.
     """
     target = ExportTarget(_TITLE, plan_file)
     uniform = uniform_of(plan, target, with_peft=True)
@@ -130,7 +130,7 @@ def _zero(plan: Plan, uniform: UniformStrategy, target: ExportTarget) -> dict[st
     if uniform.layer.dp_size == 1:
         return {"stage": 0}
     once = plan.gradient_reduction is GradientReduction.DEFERRED
-    # Its runtime's price assumes what is off by default below stage 3.
+    # The runtime's price may assume overlap, which is off by default below stage 3.
     hidden = {"overlap_comm": RUNTIMES[RuntimeName.DEEPSPEED].overlap is not None}
     target.demand(uniform.layer.data_parallel is not DataParallel.DDP, "layers[0]: ddp", "choose zero2 or zero3")
     if uniform.layer.data_parallel is DataParallel.ZERO2:

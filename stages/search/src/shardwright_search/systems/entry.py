@@ -118,15 +118,15 @@ class Limits(NamedTuple):
     uniform: bool = True
     """Whether all layers share one strategy."""
     types: tuple[str, ...] = ()
-    """Types of layers that models of one strategy may have beside one another."""
+    """Types of layers that models may contain together if all layers share one strategy."""
     expert_grids: bool = False
-    """Whether experts may be shared out otherwise than the rest of a layer."""
+    """Whether experts may be sharded differently from the rest of a layer."""
     contexts: tuple[ContextParallel, ...] = ()
-    """Ways in which positions attend to those of other ranks; none: each rank has whole samples in attention."""
+    """Kinds of context parallelism; empty: each rank has whole samples in attention."""
     demands: Demands = Demands(outer=Outer.AS_LAYERS)
 
     def runs(self, model: Model) -> bool:
-        """Return whether one strategy of all layers, where the system has no other, may be of the model's types."""
+        """Return whether the model's types of layers may share one strategy; True if the system does not need that."""
         return not self.uniform or len(names := set(map(base_type, model.layers))) == 1 or names <= set(self.types)
 
     def narrowed(self, request: SearchRequest, model: Model, devices: int) -> SearchRequest | None:
@@ -155,7 +155,7 @@ class Limits(NamedTuple):
     def restricted(self, request: SearchRequest, model: Model, devices: int) -> SearchRequest | None:
         """Return the intersection of a request's space with the plans of this way; None: it is empty.
 
-        Raises ValueError where the request says of embedding or head what the system decides.
+        Raises ValueError if the request sets strategies of embedding or head, which the system decides.
         """
         if (request.embedding, request.head) != (OuterSpace(), OuterSpace()):
             raise ValueError("embedding and head: their strategies are those that the system has")
@@ -197,20 +197,20 @@ class Entry(NamedTuple):
     title: str
     version: str
     sources: tuple[str, ...]
-    """Files of the system that say what it runs."""
+    """Files of the system that show what it runs."""
     runtime: Runtime
-    """Its kernels, its overlap, and what it holds in memory: what plans that are searched for it are priced with."""
+    """Its kernels, its overlap, and what it holds in memory, by which plans for it are priced."""
     limits: Callable[[Model, Precision], tuple[Limits, ...]]
     unsearched: tuple[str, ...]
-    """What the system runs beside it that is not searched."""
+    """Features of the system that are not searched."""
     file_name: str
-    """Name of its file, whose ending says whose a file is."""
+    """Name of its file; a file of another name is recognised by this ending and `mark`."""
     mark: str
-    """A word that each of its files has, and none of another system's of the same ending; empty: no other has it."""
+    """A word in each of its files, and in no other system's with that ending; empty: no other has the ending."""
     export: Callable[[Plan, object], Exported]
     """Function that writes a plan; it raises BadInput, naming the plan's file, for what the system cannot run."""
     read: Callable[[str, str, Setting], Reading]
-    """Function of a text and the name of its file, for errors."""
+    """Function that reads the text of a file as a plan; the file's name is for errors."""
     command: Callable[[Plan, str], str]
     """Function of a plan and the path of its file: the command that starts it on each node."""
     program: Callable[[Plan, Exported], Program]
@@ -271,7 +271,7 @@ _PRICED = re.compile(
 )
 """Words of names that concern parallelism, memory, states of the optimizer, precision or kernels."""
 _MOST = 60
-"""Characters of a name or a text that a refusal shows."""
+"""Characters of a name or a string that a refusal shows."""
 _BEYOND = 10**18
 
 
@@ -308,7 +308,7 @@ def concerns_plans(name: str) -> bool:
 
 
 def shown(value: object) -> str:
-    """Return a value for an error message, with long numbers, long texts and nested values shortened."""
+    """Return a value for an error message, with long numbers, long strings and nested values shortened."""
     if isinstance(value, str):
         return value[:_MOST]
     if isinstance(value, Mapping):

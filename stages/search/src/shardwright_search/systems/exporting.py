@@ -34,15 +34,15 @@ class Exported(NamedTuple):
     text: str
     """Content of the file."""
     notes: tuple[str, ...]
-    """Points that the file cannot hold and the user has to see to, a line each."""
+    """Points that the file cannot express and the user has to take care of, one per line."""
     environment: tuple[str, ...] = ()
     """Lines of a shell that set up the environment of the system's processes."""
     beside: tuple[tuple[str, str], ...] = ()
-    """Names and contents of files that a folder of what starts the plan has, too."""
+    """Names and contents of further files in the folder that starts the plan."""
 
 
 class ExportTarget(NamedTuple):
-    """A system that a plan is exported for, and the file of the plan: both are named where the plan is refused."""
+    """A system that a plan is exported for, and the file of the plan: both are named if the plan is refused."""
 
     name: str
     plan_file: object
@@ -85,11 +85,11 @@ def uniform_of(
     """Return the one strategy of a plan whose layers are all sharded equally, as every system but Galvatron requires.
 
     Recomputation is left out: layers may differ in it. Raises BadInput naming the first layer, embedding and head
-    included, that is sharded differently from the first layer, and for what none of them has: strided tensor-parallel
-    groups, Ulysses, layers of several types, recomputation but of these kinds, interleaved microbatches in unequal
-    groups. Experts that ranks shard are refused unless the system has grids for them, and so are positions; layers
-    of unlike types unless it has both of them beside one another in its models (`types`). Low-rank matrices are refused
-    unless it runs models of peft.
+    included, that is sharded differently from the first block, and for features that no system has: strided
+    tensor-parallel groups, Ulysses, kinds of recomputation that are not in `kinds`, interleaved microbatches in unequal
+    groups. Some features are refused unless the system has them: expert parallelism (`has_expert_grids`), context
+    parallelism (`has_context`), layers of several types unless its models may contain all of them (`types`), and
+    low-rank matrices (`with_peft`).
     """
     check_exportable(plan, target, with_peft, types)
     if not has_context:
@@ -122,7 +122,7 @@ def uniform_of(
 def check_exportable(plan: Plan, target: ExportTarget, with_peft: bool = False, types: Container[str] = ()) -> None:
     """Raise BadInput for fields that no export supports, and for frozen parameters, except under peft.
 
-    Layers that predict further tokens are refused unless they are of `types`.
+    Layers that predict further tokens are refused unless their types are in `types`.
     """
     check_fields(plan, target.plan_file, f"the {target.name} export", ("precision.base",) if with_peft else ())
     holds = not plan.model.is_frozen or (with_peft and plan.model.low_rank is not UNSET)
@@ -143,8 +143,8 @@ def strategies(plan: Plan) -> Iterator[tuple[str, Strategy]]:
 def check_stages(plan: Plan, target: ExportTarget) -> None:
     """Raise BadInput unless the pipeline stages are equal blocks of ranks and the schedule suits their number.
 
-    Without a pipeline every system works through the microbatches one after the other: that is 1F1B, and not GPipe,
-    which holds them all.
+    Without a pipeline every system works through the microbatches one after the other: that is 1F1B, not GPipe, which
+    holds all of them.
     """
     width = len(plan.stages[0].ranks)
     for i, stage in enumerate(plan.stages):
@@ -158,7 +158,7 @@ def check_stages(plan: Plan, target: ExportTarget) -> None:
 
 
 def check_whole_positions(plan: Plan, target: ExportTarget) -> None:
-    """Raise BadInput naming the first layer whose ranks shard positions in attention, too."""
+    """Raise BadInput naming the first layer with context parallelism: its ranks split positions also in attention."""
     for where, strategy in strategies(plan):
         target.demand(strategy.cp_size == 1, f"{where}: cp_size above 1", "split positions by sequence_parallel")
 
@@ -171,7 +171,7 @@ def check_whole_experts(plan: Plan, target: ExportTarget) -> None:
 
 
 def check_expert_states(where: str, layer: LayerStrategy, target: ExportTarget) -> None:
-    """Raise BadInput where a layer's experts are not of its kind of data parallelism, or in groups of ranks."""
+    """Raise BadInput if the states of a layer's experts are sharded differently from the rest, or in rank groups."""
     if (apart := experts_apart(layer)) is not None:
         feature, remedy = apart
         target.demand(False, f"{where}: {feature}", remedy)
@@ -180,7 +180,7 @@ def check_expert_states(where: str, layer: LayerStrategy, target: ExportTarget) 
 def experts_apart(layer: LayerStrategy) -> tuple[str, str] | None:
     """Return how the sharding of experts' states differs from the rest, and the remedy; None if it does not.
 
-    Other systems have one kind of data parallelism for both, and groups of shards for neither beside expert grids.
+    Other systems have one kind of data parallelism for both, and no shard groups together with expert grids.
     """
     grid = layer.expert_grid
     if grid is None or axes_of(grid).dense.states.size == 1:
@@ -220,9 +220,9 @@ def check_recompute(plan: Plan, target: ExportTarget, kinds: Sequence[Recompute]
 
 
 def scaled_in(plan: Plan) -> Literal["mxfp8", "nvfp4"] | None:
-    """Return the format of products that are scaled in small blocks, as FP8 is where all devices have MXFP8.
+    """Return the format of matrix products that are scaled in small blocks, as FP8 is if all devices have MXFP8.
 
-    None: products are in other formats, or scaled as a whole.
+    None: matrix products are in other formats, or scaled as a whole.
     """
     if plan.precision.compute == NVFP4:
         return "nvfp4"
@@ -259,9 +259,9 @@ def _shared_strategy(plan: Plan, target: ExportTarget) -> Strategy:
 
 
 def attention_obstacle(model: Model, drops: bool = False) -> str | None:
-    """Return why a model's attention does not support context parallelism there; None if it does.
+    """Return why a model's attention does not support other systems' context parallelism; None if it does.
 
-    `drops`: whether attention may drop some of what it adds.
+    `drops`: whether the system supports dropout in attention.
     """
     masked = ring_obstacle(model, Attention.AUTO)
     if masked is not None:
@@ -275,12 +275,12 @@ def attention_obstacle(model: Model, drops: bool = False) -> str | None:
 
 
 def contexts_of(model: Model, drops: bool = False) -> tuple[ContextParallel, ...]:
-    """Return the kinds of context parallelism that a model supports there; none if it does not support any."""
+    """Return the kinds of context parallelism that a model supports in other systems; empty if none."""
     return tuple(ContextParallel) if attention_obstacle(model, drops) is None else ()
 
 
 def check_context(plan: Plan, uniform: UniformStrategy, target: ExportTarget, drops: bool = False) -> None:
-    """Raise BadInput where layers split positions and the system's attention does not take the model's masks."""
+    """Raise BadInput if layers split positions and the system's attention does not support that for the model."""
     if uniform.shares_context:
         obstacle = attention_obstacle(plan.model, drops)
         feature = f"layers[0]: cp_size {uniform.layer.cp_size} ({obstacle})"
@@ -289,8 +289,8 @@ def check_context(plan: Plan, uniform: UniformStrategy, target: ExportTarget, dr
 
 # Python code that adds a plan's low-rank matrices to a stock model of transformers by peft.
 #
-# Frozen matrices in 8 or 4 bits are those of bitsandbytes 0.49, of which ranks shard 4 bits alone: these lie in
-# tensors of the compute format (`bnb_4bit_quant_storage`; peft's pages on FSDP and on DeepSpeed).
+# Frozen matrices in 8 or 4 bits are quantized by bitsandbytes 0.49. Only 4 bits can be sharded over ranks: they are
+# stored in tensors of the compute format (`bnb_4bit_quant_storage`; peft's pages on FSDP and on DeepSpeed).
 
 
 IMPORTED = "from peft import LoraConfig, get_peft_model\n"
@@ -333,14 +333,14 @@ def loading_text(precision: Precision) -> str:
 
 
 def loading_notes(precision: Precision) -> tuple[str, ...]:
-    """Return a note on how to use these lines."""
+    """Return a note on how to use the lines of `loading_text`, if there are any."""
     return ("your script loads the model by from_pretrained(..., **LOADED)",) if loading_text(precision) else ()
 
 
 def adapter_text(plan: Plan) -> str:
     """Return Python lines that add the low-rank matrices to a stock model; empty if all of it is trained.
 
-    peft makes them in float32 beside 16 bits unless it is told not to.
+    peft makes them in float32 for models in 16 bits unless it is told not to.
     """
     model = plan.model
     if model.low_rank is UNSET:

@@ -4,10 +4,10 @@ Versions: hetu-galvatron 2.4.0 (`utils/config_utils.py`, `core/runtime/hybrid_pa
 `core/search_engine/search_engine.py` writes it), and newer ones, which add context and expert parallelism and read
 `vocab_sdp` where the search writes `embed_sdp`.
 
-Its ranks lie as those of plans do: tensor-parallel or Ulysses ranks are neighbours, then context-parallel ones
-(`gen_cp_group_dist` of its `comm_groups.py`), whose attention is a ring over a zig-zag order (`attention_impl.py`);
-of experts, ranks that split features are neighbours, then those that split experts (`gen_ep_group_dist`), and their
-states are sharded as those of the layer.
+Its ranks are numbered as in plans: tensor-parallel or Ulysses ranks are neighbours, then context-parallel ones
+(`gen_cp_group_dist` of its `comm_groups.py`), whose attention is a ring over a zig-zag order (`attention_impl.py`).
+For experts, ranks that split features are neighbours, then ranks that split experts (`gen_ep_group_dist`), and their
+states are sharded in the same way as the states of the layer.
 """
 
 import json
@@ -74,7 +74,7 @@ class GalvatronLayer(NamedTuple):
     checkpoint: bool
     """Flag of recomputing the whole layer."""
     experts: tuple[int, int] | None = None
-    """Degrees of expert parallelism and of tensor parallelism of experts; None where the file does not say them."""
+    """Degrees of expert parallelism and of tensor parallelism of experts; None if the file does not state them."""
     cp_size: int = 1
     """Degree of context parallelism, which newer versions have."""
 
@@ -157,7 +157,7 @@ def strategy_of_keys(raw: object, path: Path) -> GalvatronStrategy:
 
 
 def galvatron_keys(strategy: GalvatronStrategy) -> dict[str, int | str]:
-    """Return the file's keys: those of 2.4.0, and further keys of newer versions, which 2.4.0 ignores."""
+    """Return the file's keys: the keys of 2.4.0, and further keys of newer versions, which 2.4.0 ignores."""
     layers, vocabulary = strategy.layers, strategy.vocabulary
     return {
         "pp_deg": len(strategy.pp_division),
@@ -255,7 +255,7 @@ def strategy_of(
 ) -> Strategy:
     """Return the sharding of one layer of the file on a stage of `width` ranks.
 
-    Raises BadInput naming `where` for degrees that divide nothing, and for what the run has to say.
+    Raises BadInput naming `where` for degrees that divide nothing, and for settings that the run must state.
     """
     ranks = layer.tp_size * layer.cp_size
     if ranks < 1 or width % ranks:
@@ -311,9 +311,9 @@ def check_rings(plan: Plan, target: ExportTarget) -> None:
 def layer_with_experts(
     sharding: Strategy, layer: GalvatronLayer, default: DataParallelType, model: Model, number: int, file: Path
 ) -> LayerStrategy:
-    """Return the strategy of a layer of the model; `default` is the kind of data parallelism that is not ZeRO-3.
+    """Return the strategy of a layer of the model; `default`: the file's kind of data parallelism that is not ZeRO-3.
 
-    Raises BadInput for degrees of experts in a layer without, and ValueError where they divide nothing.
+    Raises BadInput for degrees of experts in a layer without experts, and ValueError if they divide nothing.
     """
     kind = model.layers[number]
     experts: ExpertStrategy | UnsetType = UNSET
@@ -330,7 +330,7 @@ def layer_with_experts(
 
 
 def told_of_experts(layer: GalvatronLayer, plan: Plan, number: int) -> GalvatronLayer:
-    """Return a layer of the file with the degrees of its experts, where a plan's has any."""
+    """Return a layer of the file with the degrees of its experts, if the plan's layer has experts."""
     strategy = plan.layers[number]
     if plan.model.types[strategy.type].experts is UNSET:
         return layer
@@ -349,7 +349,7 @@ _PIPELINE_TYPES: dict[Schedule, PipelineType] = {
 }
 """Names of the schedules of a stage with one layer range, which is all that Galvatron has."""
 _UNUSED_DEFAULT: DataParallelType = "zero2"
-"""Value that is written where nothing is left to `default_dp_type`; Galvatron's own launch scripts ask for it."""
+"""Value that is written if no layer uses `default_dp_type`; Galvatron's own launch scripts have it."""
 _SHARES_SEQUENCE = "read as a run with --sequence-parallel, which the file does not state"
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -367,7 +367,7 @@ def plan_of_galvatron(
 ) -> Plan:
     """Return the plan that Galvatron would run.
 
-    Raises BadInput where the model or the cluster is another one, and where microbatches would differ in size.
+    Raises BadInput if the file was made for another model or cluster, and if microbatches would differ in size.
     """
     pp_size = len(given.pp_division)
     if cluster.num_devices % pp_size:
@@ -410,7 +410,7 @@ def plan_of_galvatron(
 def galvatron_file(plan: Plan, plan_file: object) -> Exported:
     """Return Galvatron's strategy file for a plan, and the options that its run needs.
 
-    Raises BadInput naming the first thing that the file cannot say.
+    Raises BadInput naming the first feature that the file cannot express.
     """
     given = galvatron_strategy(plan, plan_file)
     text = json.dumps(galvatron_keys(given), indent=4) + "\n"
@@ -449,7 +449,7 @@ def galvatron_strategy(plan: Plan, plan_file: object) -> GalvatronStrategy:
 def _joined(model: Model) -> list[tuple[int, ...]]:
     """Return the indices of the layers that form one layer of Galvatron: a block, and patch merging after it.
 
-    So it merges Swin's patches (galvatron/models/swin): in the last block of a stage.
+    Galvatron merges Swin's patches in the last block of a stage (galvatron/models/swin).
     """
     joined: list[tuple[int, ...]] = []
     for number, kind in enumerate(model.layers):
@@ -470,7 +470,7 @@ def _ranges(pp_division: Sequence[int], model: Model) -> tuple[tuple[int, int], 
 def _num_microbatches(given: GalvatronStrategy, dp_size: int, file: Path) -> int:
     """Return the number of microbatches that torch's `chunk` makes of a data-parallel rank's samples.
 
-    Raises BadInput where the last is smaller: a plan's are equal.
+    Raises BadInput if the last one is smaller: a plan's microbatches are equal.
     """
     samples, left = divmod(given.global_bsz, dp_size)
     if left:
@@ -496,7 +496,7 @@ def _check_ranges(plan: Plan, target: ExportTarget) -> None:
 
 
 def _check_joined(plan: Plan, target: ExportTarget) -> None:
-    """Raise BadInput unless layers that Galvatron joins to a block are sharded, recomputed and placed as the block."""
+    """Raise BadInput unless layers that Galvatron joins to a block have its strategy, recomputation and stage."""
     for first, *others in _joined(plan.model):
         block = plan.layers[first]
         for number in others:
@@ -555,7 +555,7 @@ def _options(plan: Plan) -> Iterator[str]:
 def galvatron_limits(model: Model, precision: Precision) -> tuple[Limits, ...]:
     """Return Galvatron's two ways: DDP or ZeRO-2 for all layers, each together with ZeRO-3.
 
-    For models with layers that it joins to the block before, it has none in which each layer has its own strategy.
+    Models with layers that it joins to the block before have none: not all layers can have strategies of their own.
     """
     if model.reshaping:
         return ()

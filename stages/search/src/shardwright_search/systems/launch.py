@@ -1,6 +1,6 @@
 """Files that start a system on the nodes of a plan: by hand, in Docker, on Slurm, with Enroot, and in other `places`.
 
-Systems take ranks for the pipeline in their order, and torchrun gives each node the ranks that follow those of the
+Systems take ranks for the pipeline in their order, and torchrun gives each node the ranks after the ranks of the
 node before, however many each has. A plan may take up the nodes of a cluster in another order than the cluster's own.
 
 Options are those of torchrun (torch 2.11), srun and sbatch (22.05; heterogeneous jobs since 17.11, by this name since
@@ -23,9 +23,9 @@ from shardwright_search.systems.exporting import Exported
 from shardwright_search.systems.places import Carried, NodesOfAType, one_line, places_of
 
 _PLACE = re.compile(r"#@(\w+)@\n|@(\w+)@")
-"""A place in a script: a line of its own, or a word."""
+"""A placeholder in a script: a line of its own, or a word."""
 _FEATURE = re.compile(r"[A-Za-z0-9_.-]+")
-"""Pattern of a node type by whose name Slurm can be asked for nodes."""
+"""Pattern of names of node types by which nodes can be requested from Slurm."""
 _MAX_HOSTS_BYTES = 64 * MIB
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _REMEDY = "give one host name and its node type a line"
@@ -53,12 +53,12 @@ class Node(NamedTuple):
 
     node_type: str
     host: str | None
-    """Name of the host; None where the user has named none."""
+    """Name of the host; None if the user has named none."""
     ranks: range
 
 
 class Launch(NamedTuple):
-    """Files of a folder by name, and points that the user has to see to, a line each."""
+    """Files of a folder by name, and points that the user has to take care of, one per line."""
 
     files: dict[str, str]
     notes: tuple[str, ...]
@@ -78,7 +78,7 @@ class Program(NamedTuple):
     """The program that the ranks of a node run, as shell words; `$folder` is the folder of the files."""
 
     words: str
-    """Words behind torchrun's options; with `alone`, the whole command, which knows `ranks`, `node` and `master`."""
+    """Words after torchrun's options; with `alone`, the whole command, which may use `ranks`, `node` and `master`."""
     variables: Mapping[str, str] = {}
     """Variables that the user sets, with what they mean."""
     arguments: str = ""
@@ -102,8 +102,7 @@ def launch_of(
 ) -> Launch:
     """Return the files that start a plan, with ranks numbered as by torchrun; `spot`: on spot nodes.
 
-    Raises BadInput where a node has no GPU, where nothing says which nodes of Slurm are of which type, and for a bad
-    file of hosts.
+    Raises BadInput if a node has no GPU, if nothing says which type a node of Slurm has, and for a bad file of hosts.
     """
     nodes = _nodes(plan.cluster, None if hosts is None else read_hosts(hosts, plan.cluster))
     _check_types(plan.cluster, nodes, plan_file)
@@ -228,7 +227,7 @@ def _script(name: str, **parts: str) -> str:
 def in_pipeline_order(plan: Plan, plan_file: object) -> Plan:
     """Return the plan with nodes, and so ranks, numbered in pipeline order.
 
-    Raises BadInput where no order of the nodes does: torchrun cannot give a node ranks that do not follow one another.
+    Raises BadInput if no order of the nodes allows that: torchrun gives each node consecutive ranks.
     """
     ranks = [rank for stage in plan.stages for rank in stage.ranks]
     node_of = plan.cluster.node_of_rank
@@ -259,9 +258,9 @@ def _nodes(cluster: Cluster, hosts: Mapping[str, str] | None) -> list[Node]:
 
 
 def read_hosts(path: Path, cluster: Cluster) -> dict[str, str]:
-    """Return node types by host, from a file with one `HOST TYPE` a line, and lines of comments after `#`.
+    """Return node types by host, from a file with one `HOST TYPE` per line; lines that begin with `#` are comments.
 
-    Raises BadInput naming the line that is none, and where hosts are not as many of each type as the cluster's nodes.
+    Raises BadInput naming a malformed line, and if a type has more or fewer hosts than the cluster has nodes of it.
     """
     hosts: dict[str, str] = {}
     for number, line in enumerate(_text(path).splitlines(), 1):

@@ -1,15 +1,15 @@
-"""Megatron-LM: a plan as its command-line arguments, with those that describe the model.
+"""Megatron-LM: a plan as its command-line arguments, with the arguments that describe the model.
 
-Names and meanings are those of `megatron/training/arguments.py` and `megatron/core/transformer/` in its main branch of
+Names and meanings are from `megatron/training/arguments.py` and `megatron/core/transformer/` in its main branch of
 late 2025; megatron-core 0.16 has the same names in its TransformerConfig. Ranks are numbered as its default order
 `tp-cp-ep-dp-pp` numbers them; for experts, tensor-parallel ranks are neighbours, then expert-parallel ones, then those
 that hold replicas (`parallel_state.py`), as in plans.
 
 Data parallelism. DDP is Megatron's own. ZeRO-2 whose gradients are reduced once a step is its distributed optimizer:
 the same messages, one reduce-scatter and one all-gather a step, and the whole gradients that deferred reduction holds
-anyway. ZeRO-3, and ZeRO-2 that reduces after every microbatch, is Megatron-FSDP, which does so, and which is documented
-beside tensor parallelism but not beside a pipeline. It has neither DDP that reduces after every microbatch, nor ZeRO-3
-that holds whole gradients over several.
+anyway. ZeRO-3, and ZeRO-2 that reduces after every microbatch, is Megatron-FSDP, which reduces so, and which is
+documented together with tensor parallelism but not with a pipeline. Megatron-LM has neither DDP that reduces after
+every microbatch, nor ZeRO-3 that holds whole gradients over several microbatches.
 """
 
 import shlex
@@ -53,7 +53,7 @@ from shardwright_search.systems.megatron_tuned import tuned_environment, tuned_o
 # Attention: heads, and the latents that they may be computed from.
 
 Value = str | int | float | tuple[str, ...]
-"""Value of an argument; True where it has none, False where it is left out, a tuple where it has several."""
+"""Value of an argument; True if it has no value, False if the argument is left out, a tuple if it has several."""
 Arguments = Mapping[str, Value]
 """Values of arguments by name."""
 YARN = {"factor": "--rotary-scaling-factor", "mscale": "--mscale", "mscale_all_dim": "--mscale-all-dim"}
@@ -63,7 +63,7 @@ _FIXED = {_ORIGINAL: 4096, "beta_fast": 32, "beta_slow": 1}
 
 
 def head_options(heads: Heads, hidden: int, latents: Latents | None) -> Arguments:
-    """Return the options for attention heads; `latents`: those of multi-head latent attention, None without."""
+    """Return the options for attention heads; `latents`: of multi-head latent attention, None for other attention."""
     options: dict[str, Value] = {"--num-attention-heads": heads.heads}
     if latents is not None:
         return {**options, **_latent_options(heads, latents)}
@@ -75,7 +75,7 @@ def head_options(heads: Heads, hidden: int, latents: Latents | None) -> Argument
 
 
 def _latent_options(heads: Heads, latents: Latents) -> Arguments:
-    """Return the features of attention from latents, whose keys have rotated features that all heads share."""
+    """Return the options for latent attention, whose keys have rotated features that all heads share."""
     queries = {} if latents.queries is None else {"--q-lora-rank": latents.queries}
     return {
         "--multi-latent-attention": True,
@@ -90,7 +90,7 @@ def _latent_options(heads: Heads, latents: Latents) -> Arguments:
 def latent_rope_options(rope: Mapping[str, Any]) -> Arguments:
     """Return the options for rotary embeddings of latent attention, which Megatron-LM scales by YaRN by default.
 
-    Its fused kernel, which it takes by default, is refused for others (`MLATransformerConfig`).
+    Its fused kernel, which it uses by default, is refused for other embeddings (`MLATransformerConfig`).
     """
     if rope["rope_type"] != "yarn":
         return {"--rope-type": "rope", "--no-rope-fusion": True}
@@ -98,9 +98,10 @@ def latent_rope_options(rope: Mapping[str, Any]) -> Arguments:
 
 
 def other_latent_rope(rope: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """Return the keys of YaRN that have other values than Megatron-LM's, which no option changes.
+    """Return the keys of YaRN, with values, that differ from Megatron-LM's and that no option changes.
 
-    A configuration without the original length means its longest one (transformers, modeling_rope_utils).
+    If a configuration does not state the original length, its longest length counts (transformers,
+    modeling_rope_utils).
     """
     given = {**_FIXED, _ORIGINAL: config.get("max_position_embeddings"), **rope}
     return [f"{key} {given[key]}" for key, value in _FIXED.items() if given[key] != value]
@@ -109,7 +110,7 @@ def other_latent_rope(rope: Mapping[str, Any], config: Mapping[str, Any]) -> lis
 # Experts: what they are, and the ranks that they are split over.
 
 LAYER_TYPES = tuple(f"{name}{end}" for name in (BLOCK, DENSE, SPARSE) for end in ("", *MTP_TYPES))
-"""Types of layer that its models may have beside one another: `--moe-layer-freq` says which have experts."""
+"""Types of layers that its models may contain together: `--moe-layer-freq` states which have experts."""
 
 
 def check_split_sequence(plan: Plan, uniform: UniformStrategy, target: ExportTarget) -> None:
@@ -120,7 +121,7 @@ def check_split_sequence(plan: Plan, uniform: UniformStrategy, target: ExportTar
 
 
 def expert_options(experts: ExpertStrategy | UnsetType) -> Arguments:
-    """Return the degrees of experts; left out, each rank has its share of the features of all."""
+    """Return the options for expert parallelism; without them each rank has a share of the features of all experts."""
     if experts is UNSET:
         return {}
     sizes = {
@@ -133,9 +134,9 @@ def expert_options(experts: ExpertStrategy | UnsetType) -> Arguments:
 def expert_model_options(model: Model, family: Family, target: ExportTarget) -> Arguments:
     """Return the options for a model's experts; positions are never dropped, as is Megatron-LM's default.
 
-    Its balance loss of sequences divides by the experts of a position and adds up layers.
+    Its balance loss of sequences divides by the number of experts of a position and is summed over layers.
 
-    Raises BadInput for routers that Megatron-LM does not have, of families that it runs exactly otherwise.
+    Raises BadInput for routers that Megatron-LM does not have, in families that it runs exactly otherwise.
     """
     held = [experts for kind in model.layers if (experts := model.types[kind].experts) is not UNSET]
     if not held:
@@ -210,7 +211,7 @@ def _layers_with_experts(model: Model) -> Arguments:
     return {} if all(sparse) else {"--moe-layer-freq": "+".join(terms)}
 
 
-# The model: all of it where Megatron's GPT runs the family's blocks exactly, else its sizes.
+# The model: all of it if Megatron's GPT runs the family's blocks exactly, else its sizes.
 
 _HEAD_NORMS = ("q_norm.weight", "kv_a_layernorm.weight")
 """Ends of the names of norms of queries, or of the latents of keys."""
@@ -300,7 +301,7 @@ def _exact(family: Family, model: Model, target: ExportTarget) -> Arguments:
 def _check_numbers(family: Family, config: Mapping[str, Any], target: ExportTarget) -> None:
     """Raise BadInput for a configuration value that is not a number where its family or rotary scaling needs one.
 
-    A plan holds any configuration that stands in its file.
+    A plan may contain any configuration that is in its file.
     """
     given, rope = family.configured(config), _rope(config)
     needed = (family.norm.epsilon, family.dropouts.attention, family.dropouts.hidden)
@@ -340,17 +341,17 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 _TARGET = "Megatron-LM"
 _OF_MODULES = (Recompute.MLP, Recompute.LIGHT)
 _KINDS = (Recompute.NONE, Recompute.FULL, Recompute.MLP, Recompute.LIGHT)
-"""Recomputation that it has in common with plans; the last is its selective kind of the module `mlp`."""
+"""Kinds of recomputation that both Megatron-LM and plans have; the last two are its selective kind."""
 _FSDP = "--use-megatron-fsdp"
 _SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED_1F1B)
 """Schedules of a pipeline; the layer ranges of a stage decide between them."""
 
 
 def megatron_arguments(plan: Plan, plan_file: object, tuned: bool = False) -> Exported:
-    """Return the arguments that a plan determines, one a line; data and learning rate are the user's.
+    """Return the arguments that a plan determines, one per line; the user adds data and learning rate.
 
-    `tuned`: experts run as `Runtime.tuned` prices them.
-    Raises BadInput naming the first thing that Megatron-LM cannot express.
+    `tuned`: experts run as `Runtime.tuned` prices them. Raises BadInput naming the first feature that Megatron-LM
+    cannot express.
     """
     target = ExportTarget(_TARGET, plan_file)
     uniform = uniform_of(plan, target, _KINDS, has_expert_grids=True, has_context=True, types=LAYER_TYPES)
@@ -420,7 +421,7 @@ def _data_parallel(plan: Plan, uniform: UniformStrategy, target: ExportTarget) -
     kind, one_microbatch = uniform.layer.data_parallel, plan.num_microbatches == 1
     once = one_microbatch or plan.gradient_reduction is GradientReduction.DEFERRED
     if uniform.replicas == 1:
-        # Parameters in FP8 or NVFP4 want it, whatever there is to shard.
+        # Parameters in FP8 or NVFP4 need it, even if nothing is sharded.
         return {"--use-distributed-optimizer": plan.precision.compute in NARROW_BITS}
     if kind is DataParallel.DDP:
         feature = "layers[0]: ddp that reduces gradients after every microbatch"
@@ -465,15 +466,15 @@ def _hidden(plan: Plan, uniform: UniformStrategy, options: Arguments) -> Argumen
 
 
 def _narrow_parameters(plan: Plan, options: Arguments) -> Arguments:
-    """Return the options for parameters in FP8 or NVFP4, which the price assumes where ranks gather.
+    """Return the options for parameters in FP8 or NVFP4, which the price assumes if ranks gather parameters.
 
-    (`Held.narrow_parameters`.)
+    See `Held.narrow_parameters`.
     """
     if plan.precision.compute not in NARROW_BITS or not options.get("--use-distributed-optimizer"):
         return {}
     if plan.precision.compute == NVFP4:
         return {"--fp4-param-gather": True}
-    # Gathers of MXFP8, in 16 bits, else have a buffer beside the parameters. Megatron-FSDP has its own.
+    # Otherwise gathers of MXFP8, in 16 bits, have a buffer in addition to the parameters. Megatron-FSDP has its own.
     shared = scaled_in(plan) == "mxfp8" and _FSDP not in options
     return {"--fp8-param-gather": True, "--reuse-grad-buf-for-mxfp8-param-ag": shared}
 
@@ -499,7 +500,7 @@ def _notes(plan: Plan, uniform: UniformStrategy, options: Arguments) -> Iterator
 
 
 def _environment(uniform: UniformStrategy, options: Arguments) -> tuple[str, ...]:
-    """Return the lines that set a variable which some settings want to be 1, and FSDP unset; a user's value stays."""
+    """Return shell lines for CUDA_DEVICE_MAX_CONNECTIONS: unset for FSDP; 1 if needed, unless the user has set it."""
     if _FSDP in options:
         return ("unset CUDA_DEVICE_MAX_CONNECTIONS",)
     needed = uniform.layer.tp_size > 1 or uniform.shares_context
@@ -509,7 +510,8 @@ def _environment(uniform: UniformStrategy, options: Arguments) -> tuple[str, ...
 def _recompute(plan: Plan, ranges: Sequence[tuple[int, int]], target: ExportTarget) -> Arguments:
     """Return the options for recomputation: of all layers, or of the first layers of each range.
 
-    The feed-forward parts, or light modules, are recomputed in every layer or none, and in no layer beside whole ones.
+    The feed-forward parts, or light modules, are recomputed in every layer or in none, and not together with whole
+    layers.
     """
     kind = next((layer.recompute for layer in plan.layers if layer.recompute in _OF_MODULES), None)
     if kind is not None:
@@ -543,7 +545,7 @@ _PRECISIONS: dict[tuple[str, str], tuple[str, ...]] = {
     ("float16", "float32"): ("--fp16", "--accumulate-allreduce-grads-in-fp32"),
     ("float16", "float16"): ("--fp16",),
 }
-"""Arguments of the types of computation and reduction; with bfloat16 gradients stay in float32 by themselves."""
+"""Arguments by the types of computation and reduction; with bfloat16, gradients stay in float32 by default."""
 
 
 def _precision(plan: Plan, target: ExportTarget) -> Arguments:

@@ -1,6 +1,6 @@
 """A plan as a recipe of Megatron Bridge (Python), and such a recipe as a plan.
 
-Fields are those of its 0.3.1 (`training/config.py`, `recipes/common.py`) and of megatron-core 0.16.1. It runs what
+Fields are from its 0.3.1 (`training/config.py`, `recipes/common.py`) and of megatron-core 0.16.1. It runs what
 Megatron-LM runs, so that a recipe is Megatron-LM's arguments under the names of fields.
 """
 
@@ -62,7 +62,7 @@ _FIELDS: Mapping[str, str] = {
     "moe_pad_experts_for_cuda_graph_inference": "model.moe_pad_experts_for_cuda_graph_inference",
     "moe_mlp_glu_interleave_size": "model.moe_mlp_glu_interleave_size",
 }
-"""Fields of a recipe by the arguments of Megatron-LM that say the same."""
+"""Fields of a recipe by the arguments of Megatron-LM with the same meaning."""
 _OVERLAPS = ("tp_comm_overlap", "overlap_moe_expert_parallel_comm")
 _LAYOUT = _FIELDS["pipeline_model_parallel_layout"]
 _MIXED = {
@@ -82,7 +82,7 @@ _DEFAULTS: Mapping[str, object] = {
     "ddp.overlap_grad_reduce": False,
     "ddp.overlap_param_gather": False,
 }
-"""Fields that a recipe's base sets otherwise than Megatron-LM does without an argument."""
+"""Fields that a recipe's base sets differently from Megatron-LM's defaults, with these defaults."""
 _LINE = re.compile(r"^    cfg\.(\w+(?:\.\w+)*) = (.+)$", re.MULTILINE)
 _RECIPE = '''\
 """A recipe of the plan PLAN for the model PATH, a folder or a name of Hugging Face's hub."""
@@ -172,7 +172,7 @@ def read_recipe(text: str, file: str, setting: Setting) -> Reading:
         try:
             fields[match[1]] = ast.literal_eval(match[2])
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-            # What is computed, or nested beyond what Python parses, is not a value of a recipe that is written.
+            # What is computed, or nested beyond what Python parses, is not a value that `bridge_recipe` writes.
             computed[match[1]] = match[2]
     arguments = []
     for name, field in _FIELDS.items():
@@ -194,14 +194,14 @@ def read_recipe(text: str, file: str, setting: Setting) -> Reading:
 
 
 def _word(file: str, field: str, value: object) -> str:
-    """Return a recipe's value as an argument's word; BadInput if it is neither a text nor a reasonable number."""
+    """Return a recipe's value as a word of an argument; BadInput if it is neither text nor a reasonable number."""
     if isinstance(value, str) or (isinstance(value, int) and abs(value) < _BEYOND):
         return str(value)
     raise BadInput(file, f"cfg.{field} is neither a text nor a number of under {_BEYOND}", "correct it")
 
 
 def bridge_limits(model: Model, precision: Precision) -> tuple[Limits, ...]:
-    """Return Megatron-LM's ways, for models that the bridge has."""
+    """Return Megatron-LM's ways; empty for models that the bridge does not have."""
     return megatron_limits(model, precision) if _is_bridged(model.family) else ()
 
 

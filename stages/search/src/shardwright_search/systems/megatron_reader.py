@@ -1,7 +1,7 @@
-"""Megatron-LM's arguments as a plan; those of model, data and precision are not read.
+"""Megatron-LM's arguments as a plan; arguments for model, data and precision are not read.
 
-Each argument, or field of Megatron Bridge, is read, changes nothing that a plan decides, or is refused. Names are those
-of `megatron/training/arguments.py`, of megatron-core's TransformerConfig, and of the Bridge's `training/config.py`. How
+Each argument, or field of Megatron Bridge, is read, changes nothing that a plan decides, or is refused. Names are from
+`megatron/training/arguments.py`, of megatron-core's TransformerConfig, and of the Bridge's `training/config.py`. How
 communication is hidden is the question's `--runtime`, and the precision its `--precision`.
 """
 
@@ -59,7 +59,7 @@ _ELSEWHERE = {
     *("fully_parallel_load", "optimizer_config_override_provider", "load_main_params_from_ckpt", "mixed_precision"),
     *("comm_overlap", "te_rng_tracker", "use_te_rng_tracker", "check_for_nan_in_loss", "check_for_nan_in_grad"),
 }
-"""Settings of starting, saving and logging, and of what the question says, whose names have words of plans."""
+"""Settings of starting, saving and logging, or decided by the question, whose names have words that concern plans."""
 _FP32 = ("fp32", "float32", "torch.float32")
 _VALUES: Mapping[str, tuple[object, ...]] = {
     "optimizer": ("adam",),
@@ -81,7 +81,7 @@ _IN_FP8 = {
     *("fp8_amax_compute_algo", "fp8_wgrad", "no_fp8_wgrad", "moe_router_padding_for_fp8"),
     *("moe_router_padding_for_quantization", "fp8_param_gather", "fp8_param", "reuse_grad_buf_for_mxfp8_param_ag"),
 }
-"""Settings of products in fp8, which the question requests; those above in nvfp4."""
+"""Settings of matrix products in fp8, which the question requests; `_IN_FP4`: in nvfp4."""
 _DDP = Settings(
     harmless=(
         *_HIDING,
@@ -129,7 +129,7 @@ def check_fields(file: str, given: Mapping[str, object], read: Collection[str], 
 
 
 def _settings(read: Collection[str], setting: Setting) -> Settings:
-    """Return the known settings other than those of model, data and logging."""
+    """Return the known settings except for settings of model, data and logging."""
     asked = {FP8: _IN_FP8, NVFP4: _IN_FP4}.get(setting.precision.compute, set[str]())
     return Settings(read=read, harmless=_HIDING | _TUNED | _ELSEWHERE | asked, values=_VALUES, strict=False)
 
@@ -147,7 +147,7 @@ SIZES = (
 )
 _NOT_PRICED = ("hierarchical_context_parallel_sizes", "decoder_pipeline_manual_split_list")
 COMM_TYPES = {ContextParallel.RING: "p2p", ContextParallel.GATHER: "all_gather"}
-"""Values of `--cp-comm-type`; the first is its default, and of all layers where there is one value."""
+"""Values of `--cp-comm-type`; the first is its default. A single value applies to all layers."""
 _FSDP = {
     "no_shard": DataParallel.DDP,
     "optim_grads": DataParallel.ZERO2,
@@ -203,7 +203,7 @@ def read_megatron(text: str, file: str, setting: Setting) -> Reading:
 
 
 def words_of(text: str, file: str) -> Words:
-    """Return arguments by name; of repeated ones the last, as in argparse."""
+    """Return arguments by name; if one is repeated, the last counts, as in argparse."""
     try:
         words = shlex.split(text, comments=True)
     except ValueError as error:
@@ -293,7 +293,7 @@ def _layers_of_ends(file: str, given: Words) -> tuple[int, int]:
 
 
 def _chunks(file: str, given: Words, counted: int, pp_size: int) -> int:
-    """Return the number of chunks of a stage; `counted`: layers including what embedding and loss count as."""
+    """Return the number of chunks of a stage; `counted`: layers, including those that embedding and loss count as."""
     name = "num_layers_per_virtual_pipeline_stage"
     if name not in given:
         return _count(file, given, "num_virtual_stages_per_pipeline_rank")
@@ -305,7 +305,7 @@ def _chunks(file: str, given: Words, counted: int, pp_size: int) -> int:
 
 
 def _sizes_with_ends(file: str, layers: int, ranges: int, ends: tuple[int, int]) -> list[int]:
-    """Return the layers of equal ranges of which the first has one less for the embedding, and the last for the loss.
+    """Return the layers of equal ranges, less one in the first for the embedding and one in the last for the loss.
 
     A range may have no layers (`get_num_layers_to_build` in `core/transformer/transformer_block.py`).
     """
@@ -322,7 +322,7 @@ def _sizes_with_ends(file: str, layers: int, ranges: int, ends: tuple[int, int])
 def _sizes_of_ends(file: str, given: Words, layers: int, pp_size: int, chunks: int) -> list[int]:
     """Return the layers of each range if the first or the last stage has a different number.
 
-    Several chunks divide those of each stage evenly.
+    With several chunks, the layers of each stage are divided evenly.
     """
     first, last = ([_count(file, given, name)] if name in given else [] for name in _OF_ENDS)
     middle = pp_size - len(first) - len(last)
@@ -385,7 +385,7 @@ def _recompute(file: str, given: Words, setting: Setting) -> tuple[Recompute, li
 
 
 def light_modules(model: Model) -> tuple[str, ...]:
-    """Return the modules of Megatron-LM that light recomputation is of: those that the model has."""
+    """Return Megatron-LM's modules that light recomputation recomputes, as far as the model has them."""
     facts = FAMILIES.get(model.family)
     latents = facts is not None and facts.attention.latents(facts.configured(model.config)) is not None
     has = {Module.MOE_ACT: has_experts(model), Module.MLA_UP_PROJ: latents}
@@ -393,7 +393,7 @@ def light_modules(model: Model) -> tuple[str, ...]:
 
 
 def _first_recomputed(file: str, given: Words, plan: Plan) -> Plan:
-    """Return the plan with the first layers of each stage or chunk recomputed, where Megatron's method is `block`."""
+    """Return the plan with the first layers of each stage or chunk recomputed, if Megatron's method is `block`."""
     if " ".join(given.get("recompute_method", ())) != "block":
         return plan
     count = _count(file, given, "recompute_num_layers")
@@ -420,13 +420,13 @@ _SHOWN = 60
 
 
 class Layout(NamedTuple):
-    """The number of layers of each range."""
+    """A pipeline layout: the numbers of layers of each range, and where layers that predict further tokens are."""
 
     sizes: list[int]
     """Decoder layers of each range, in the order in which a microbatch goes through them."""
     mtp_layers: int
     mtp_range: int
-    """The range that has those that predict further tokens; the last one where there are none."""
+    """Index of the range with the layers that predict further tokens; the last range if there are none."""
 
 
 def read_layout(file: str, layout: str) -> Layout:
@@ -449,14 +449,14 @@ def layout_of_lists(rows: Sequence[Sequence[object]]) -> str:
 
 
 def written_layout(sizes: Sequence[int], mtp_range: int = 0, mtp_layers: int = 0) -> str:
-    """Return the layout of ranges of these sizes, of which one also has the MTP layers."""
+    """Return the layout string for ranges of these sizes, one of which also has the MTP layers."""
     ranges = [f"t*{size}" if size else "" for size in sizes]
     ranges[mtp_range] += "m" * mtp_layers
     return f"E{'|'.join(ranges)}L"
 
 
 def _expanded(file: str, layout: str, pattern: re.Pattern[str]) -> str:
-    """Return a layout with one kind of repetition written out; BadInput before there is one of too many layers."""
+    """Return a layout with one kind of repetition written out; BadInput if it would have too many layers."""
     parts, at, left = list[str](), 0, _MAX_SIGNS - len(layout)
     for match in pattern.finditer(layout):
         count = int(match[2]) if len(match[2]) < len(str(_MAX_SIGNS)) else _MAX_SIGNS

@@ -1,8 +1,8 @@
 """Arguments of Megatron-LM for expert exchanges as `Runtime.tuned` prices them, as in Megatron-Bridge's recipes.
 
-Names and values are those of Megatron-Bridge 0.6.2 (`perf_recipes/qwen/common.py`, and the environment of its recipes),
-and of megatron-core 0.19 (`TransformerConfig`). Products in MXFP8 and NVFP4 are one operator inside a graph of the
-whole step, which needs the paged stash of 0.19; in 16 bits graphs replay all but the experts, which 0.16 has, too.
+Names and values are from Megatron-Bridge 0.6.2 (`perf_recipes/qwen/common.py`, and the environment of its recipes),
+and of megatron-core 0.19 (`TransformerConfig`). Matrix products in MXFP8 and NVFP4 are one operator inside a graph of
+the whole step, which needs the paged stash of 0.19; in 16 bits graphs replay all except the experts, as 0.16 can, too.
 """
 
 from collections.abc import Mapping
@@ -54,7 +54,7 @@ def tuned_options(plan: Plan, uniform: UniformStrategy) -> Mapping[str, str | bo
 def tuned_environment(plan: Plan, options: Mapping[str, object]) -> tuple[str, ...]:
     """Return lines that set the recipes' environment variables: for HybridEP's NVLink domains, and fused operators.
 
-    With expert exchanges beside computation, several connections of the device are wanted (`validate_args`).
+    If expert exchanges overlap with computation, the device needs several connections (`validate_args`).
     """
     lines, sizes = [], [node.domain_devices for node in plan.cluster.node_types.values()]
     if _OVERLAP in options and "--use-megatron-fsdp" not in options:

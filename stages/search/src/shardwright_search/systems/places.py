@@ -1,6 +1,6 @@
 """Files that start a plan on SkyPilot (a task), Kubeflow (a TrainJob) and Kubernetes (a JobSet).
 
-Fields are those of SkyPilot's `sky/utils/schemas.py` (0.10 to 0.12), of Kubeflow Trainer's `v1alpha1/trainjob_types.go`
+Fields are from SkyPilot's `sky/utils/schemas.py` (0.10 to 0.12), of Kubeflow Trainer's `v1alpha1/trainjob_types.go`
 (2.0 to 2.2) and of JobSet's `v1alpha2/jobset_types.go` (0.8 to 0.10). The scripts of the folder travel in the arguments
 of a pod: Kubernetes reads `$$` there as `$`, and `$(NAME)` as a variable, so each `$` is doubled.
 """
@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeGuard
 from shardwright.devices.table import shipped_devices
 from shardwright.types import Plan
 
-# Values as YAML that people read and edit: blocks, with every text quoted as JSON or a literal block.
+# Values as YAML that people read and edit: blocks, with every string quoted as in JSON or as a literal block.
 #
 # A text in double quotes of JSON means the same in YAML 1.1 and 1.2, except for characters beyond the printable ones,
 # which are escaped here as YAML has it.
@@ -24,7 +24,7 @@ Yaml = str | int | bool | None | Sequence["Yaml"] | Mapping[str, "Yaml"]
 
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 _WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
-"""Words that YAML 1.1 takes for something else than a text."""
+"""Words that YAML 1.1 does not read as strings."""
 
 
 def yaml_text(value: Mapping[str, Yaml], *comments: str) -> str:
@@ -73,7 +73,7 @@ def _indented(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _is_block(text: str) -> bool:
-    """Return whether a text is the same as a literal block: printable lines, of which the first is not indented."""
+    """Return whether a string can be a literal block: printable lines, the first of which is not indented."""
     lines = text.split("\n")
     return (
         len(lines) > 2
@@ -99,7 +99,7 @@ def _unicode_escape(code: int) -> str:
 
 
 _LABEL = 40
-"""Characters of a name on Kubernetes: jobs and pods of it add some to it, and 63 is their limit."""
+"""Most characters of a name on Kubernetes: jobs and pods append some to it, up to a limit of 63."""
 _SELECTOR = "nvidia.com/gpu.product"
 """The label that NVIDIA's GPU feature discovery gives a node: its device's name, a hyphen for each blank."""
 _IMAGE = "<image>"
@@ -112,10 +112,10 @@ class NodesOfAType(NamedTuple):
 
     node_type: str
     first: int
-    """Number of the first of them."""
+    """Number of the first node."""
     nodes: int
     devices: int
-    """Devices of each."""
+    """Devices of each node."""
 
 
 class Carried(NamedTuple):
@@ -133,7 +133,7 @@ class Places(NamedTuple):
 
 
 def places_of(plan: Plan, groups: Sequence[NodesOfAType], carried: Carried, spot: bool = False) -> Places:
-    """Return the files for SkyPilot, Kubeflow and Kubernetes, as far as these can start the nodes."""
+    """Return the files for SkyPilot, Kubeflow and Kubernetes, and the reason for each that cannot start the nodes."""
     written, notes = dict[str, str](), list[str]()
     if any(len(_escaped(text)) > _MOST_CHARACTERS for text in carried.files.values()):
         notes.append("no jobset.yaml and trainjob.yaml: a file of the folder is too long for an argument of a pod")
@@ -257,7 +257,7 @@ def _job(plan: Plan, group: NodesOfAType, carried: Carried, name: str) -> Yaml:
 
 
 def _selected(plan: Plan, group: NodesOfAType) -> dict[str, Yaml]:
-    """Return a selector of nodes with the plan's devices, for NVIDIA's."""
+    """Return a selector of nodes with the plan's devices; only for NVIDIA's devices."""
     if _is_amd(plan, group):
         return {}
     device = re.sub(r"[^A-Za-z0-9_.-]+", "-", plan.cluster.node_types[group.node_type].device)[:63].strip("-_.")
@@ -282,7 +282,7 @@ def _command(carried: Carried) -> dict[str, Yaml]:
 
 
 def _escaped(text: str) -> str:
-    """Return a text with Kubernetes' variables escaped."""
+    """Return a string with Kubernetes' variables escaped."""
     return text.replace("$", "$$")
 
 
@@ -298,7 +298,7 @@ def _meanings(carried: Carried) -> list[str]:
 
 
 def one_line(text: str) -> str:
-    """Return a text as one line of printable characters."""
+    """Return a string as one line of printable characters."""
     return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
 

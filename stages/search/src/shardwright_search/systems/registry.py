@@ -20,4 +20,4 @@ SYSTEMS: Mapping[System, Entry] = {
     System.TORCHTITAN: TORCHTITAN,
 }
 TUNED: Mapping[System, Entry] = {System.MEGATRON: TUNED_MEGATRON, System.MEGATRON_BRIDGE: TUNED_BRIDGE}
-"""Those whose recipes for speed run experts in another way (`--tuned`)."""
+"""The systems whose recipes for speed run experts in another way (`--tuned`)."""

@@ -1,7 +1,7 @@
 """torchtitan: a plan as its TOML configuration, and such a configuration as a plan.
 
-Sections and keys are those of its `config/job_config.py` in 0.2.2 (late 2025); what they do is read from
-`models/llama3/infra/parallelize.py` and `distributed/{pipeline_parallel,activation_checkpoint,parallel_dims}.py`. Of
+Sections and keys are from its `config/job_config.py` in 0.2.2 (late 2025); what they do is read from
+`models/llama3/infra/parallelize.py` and `distributed/{pipeline_parallel,activation_checkpoint,parallel_dims}.py`. For
 0.3, which is configured in Python, `torchtitan_module` writes a module with the same fields.
 
 Ranks are numbered pipeline stage first, then data-parallel, context-parallel and tensor-parallel rank, as in a plan.
@@ -72,14 +72,14 @@ def flavor_of(model: Model) -> str | None:
 
 
 def layer_types(model: Model) -> tuple[str, ...]:
-    """Return the layer types that a model for torchtitan may contain together: those of a family that it has."""
+    """Return the layer types that a model for torchtitan may contain together; empty for families it does not have."""
     return () if registered(model) is None else tuple(n for stack in FAMILIES[model.family].stacks for n in stack.types)
 
 
 # A configuration as a plan.
 
 ROTATE_METHODS = {ContextParallel.GATHER: "allgather", ContextParallel.RING: "alltoall"}
-"""Values of `context_parallel_rotate_method`, the first by default: keys go to all ranks, or one further."""
+"""Values of `context_parallel_rotate_method`, the first by default: keys go to all ranks, or to the next rank."""
 _SECTIONS = ("parallelism", "training", "activation_checkpoint")
 _SETTINGS = {
     "parallelism": Settings(
@@ -126,7 +126,7 @@ _CONVERTERS = {
     "quantize.linear.mx": "fp8",
     "quantize.grouped_mm.mx": "fp8",
 }
-"""Precisions of the question that converters of the model stand for."""
+"""The precision of the question that a converter of the model implies."""
 _HARMLESS_SECTIONS = {
     *("job", "profiling", "metrics", "lr_scheduler", "checkpoint", "comm", "memory_estimation", "debug", "validation"),
     *("compile", "experimental"),
@@ -235,7 +235,10 @@ def _context(file: str, parallel: Mapping[str, Any]) -> ContextParallel:
 
 
 def borrows(experts: ExpertStrategy, tp_size: int, cp_size: int) -> bool:
-    """Return whether experts use ranks as in torchtitan's `ParallelDims`: of FSDP, cp first, and all of tp or none."""
+    """Return whether torchtitan's `ParallelDims` has these degrees of expert parallelism.
+
+    Experts are split over ranks of FSDP, context-parallel ones first, and over all tensor-parallel ranks or none.
+    """
     fits = experts.etp_size in (1, tp_size)
     borrowed = cp_size * (tp_size if experts.etp_size == 1 else 1)
     return fits and experts.ep_size > 1 and experts.ep_size % borrowed == 0
@@ -261,7 +264,7 @@ def _with_states(file: str, parallel: Mapping[str, Any], uniform: UniformStrateg
 def _with_experts(
     file: str, parallel: Mapping[str, Any], setting: Setting, uniform: UniformStrategy
 ) -> UniformStrategy:
-    """Return the choice with experts split, which borrow tensor-parallel ranks, or take their features' as tp."""
+    """Return the choice with expert parallelism: tensor-parallel ranks split the experts, or their features."""
     ep_size = _number(file, parallel, "expert_parallel_degree")
     etp_size = _number(file, parallel, "expert_tensor_parallel_degree")
     tp_size, cp_size = uniform.layer.tp_size, uniform.layer.cp_size
@@ -367,9 +370,9 @@ _FILLED = ("1F1B",)
 
 
 def torchtitan_toml(plan: Plan, plan_file: object) -> Exported:
-    """Return the configuration sections that a plan determines; data and learning rate are the user's.
+    """Return the configuration sections that a plan determines; the user adds data and learning rate.
 
-    Raises BadInput naming the first thing that torchtitan cannot express.
+    Raises BadInput naming the first feature that torchtitan cannot express.
     """
     target = ExportTarget(_TARGET, plan_file)
     uniform = uniform_of(plan, target, has_expert_grids=True, has_context=True, types=layer_types(plan.model))
@@ -399,7 +402,7 @@ def torchtitan_toml(plan: Plan, plan_file: object) -> Exported:
 
 
 def _model(plan: Plan) -> Mapping[str, Mapping[str, Toml]]:
-    """Return the section for the model: its registered sizes, if torchtitan has them, and products in FP8."""
+    """Return the section for the model: its registered sizes, if torchtitan has them, and matrix products in FP8."""
     blocks, flavor = registered(plan.model), flavor_of(plan.model)
     keys: dict[str, Toml] = {} if blocks is None else {"name": blocks.name}
     keys |= {} if flavor is None else {"flavor": flavor}
@@ -431,7 +434,7 @@ def _model_notes(plan: Plan) -> Iterator[str]:
 
 
 def _check_model(model: Model, uniform: UniformStrategy, target: ExportTarget) -> None:
-    """Raise BadInput for features that torchtitan lacks for the model's blocks or its sequence length."""
+    """Raise BadInput for features that torchtitan does not have for the model's blocks or its sequence length."""
     blocks, tp_size, cp_size = registered(model), uniform.layer.tp_size, uniform.layer.cp_size
     lacks = f"of its {blocks.name} model" if blocks is not None else ""
     holds = blocks is None or blocks.pipelines or uniform.pp_size == 1
@@ -445,7 +448,7 @@ def _check_model(model: Model, uniform: UniformStrategy, target: ExportTarget) -
 
 
 def _sequence_parts(tp_size: int, cp_size: int) -> int:
-    """Return the number that sequence lengths are multiples of: `seq_len_divisor` of its `parallel_dims.py`."""
+    """Return the number that must divide sequence lengths: `seq_len_divisor` of its `parallel_dims.py`."""
     return tp_size * 2 * cp_size
 
 
@@ -462,7 +465,7 @@ def _check_parallelism(plan: Plan, uniform: UniformStrategy, target: ExportTarge
     target.demand(uniform.layer.shard_size % uniform.layer.cp_size == 0, feature, "choose a multiple of cp_size")
     if uniform.replicas == 1 or plan.num_microbatches == 1:
         return
-    # Accumulating gradients it reduces each microbatch's; torch's pipeline schedules reduce with the last one.
+    # Without a pipeline it reduces after each accumulated microbatch; torch's pipeline schedules reduce with the last.
     reduced = GradientReduction.EVERY_MICROBATCH if uniform.pp_size == 1 else GradientReduction.DEFERRED
     where = "without a pipeline" if uniform.pp_size == 1 else "in a pipeline"
     feature = f"gradient_reduction {plan.gradient_reduction} {where}"
@@ -470,7 +473,7 @@ def _check_parallelism(plan: Plan, uniform: UniformStrategy, target: ExportTarge
 
 
 def _check_experts(uniform: UniformStrategy, target: ExportTarget) -> None:
-    """Raise BadInput for expert parallelism that torchtitan lacks: it uses FSDP's ranks, and all of tp or none."""
+    """Raise BadInput for expert parallelism that torchtitan does not have (`borrows`), or with DDP."""
     if (experts := uniform.layer.experts) is UNSET:
         return
     sizes = f"ep_size {experts.ep_size} x etp_size {experts.etp_size} beside tp_size {uniform.layer.tp_size}"
@@ -580,13 +583,13 @@ def _recompute(plan: Plan, target: ExportTarget) -> dict[str, Toml]:
 
 
 def _section(name: str, keys: Mapping[str, Toml]) -> str:
-    """Return a section as text; JSON without escapes of letters spells texts, numbers and lists as TOML does."""
+    """Return a section as text; JSON without escapes of letters writes strings, numbers and lists as TOML does."""
     lines = (f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in keys.items())
     return "".join((f"[{name}]\n", *lines))
 
 
 def _reads(configuration: Configuration, casts: bool) -> bool:
-    """Return whether a configuration's kinds of parallelism work together there: DDP works only alone."""
+    """Return whether torchtitan runs a configuration's kinds of parallelism together: DDP only by itself."""
     layers = configuration.layers
     assert layers is not None
     alone = layers.tp_size == layers.cp_size == configuration.pp_size == 1
@@ -596,7 +599,10 @@ def _reads(configuration: Configuration, casts: bool) -> bool:
 
 
 def torchtitan_limits(model: Model, precision: Precision) -> tuple[Limits, ...]:
-    """Return its two ways: accumulation, which reduces each microbatch's gradients, and a pipeline, the last one's."""
+    """Return torchtitan's two ways: accumulation, which reduces gradients after each microbatch, and a pipeline.
+
+    A pipeline reduces gradients with the last microbatch.
+    """
     casts = precision.compute != precision.parameters
     parallel, blocks = (SequenceParallel.MEGATRON, SequenceParallel.NONE), registered(model)
     contexts = contexts_of(model) if blocks is None or blocks.contexts else ()

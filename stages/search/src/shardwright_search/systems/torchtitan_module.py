@@ -1,7 +1,7 @@
 """torchtitan 0.3: a plan as a Python module, which `--module` and `--config` name.
 
-It reads no TOML; fields have the names of 0.2.2's keys (`config/configs.py`, `trainer.py`). Attention is flex or of
-variable lengths, which is FlashAttention-2; context parallelism gathers keys, beside flex attention.
+It reads no TOML; fields have the names of 0.2.2's keys (`config/configs.py`, `trainer.py`). Attention is flex, or of
+variable lengths, which is FlashAttention-2; context parallelism gathers keys, and needs flex attention.
 """
 
 import json
