@@ -39,9 +39,9 @@ class TrainedParts(RuntimeOptions, frozen=True, kw_only=True):
 Imbalance = Annotated[
     str | None,
     Meta(
-        description="Positions that the fullest rank's experts get over the mean rank's: a ratio from 1, at most the "
-        "ranks that share them out, or a load that a run logged (shardwright.expert_load, JSON); by default all get as "
-        "many."
+        description="Positions that the experts of the fullest rank get, over the mean of all ranks: a ratio from 1 to "
+        "the number of ranks over which experts are sharded, or a load that a run logged (shardwright.expert_load, "
+        "JSON); by default all ranks get equally many."
     ),
 ]
 

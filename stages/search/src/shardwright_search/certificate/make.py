@@ -168,9 +168,7 @@ class _Maker:
     def _useful(self, prices: Prices, weights: Array, below: float) -> Prices:
         """Return, by stage, the memory prices with the best bounds near a shortest path; searched in two rounds."""
         best = self._counted(prices, weights, below)
-        finer = [
-            _between(knuseful, useful[0]) if useful else _FREE for knuseful, useful in zip(prices, best, strict=True)
-        ]
+        finer = [_between(known, useful[0]) if useful else _FREE for known, useful in zip(prices, best, strict=True)]
         both = tuple(tuple(dict.fromkeys((*useful, *more))) for useful, more in zip(best, finer, strict=True))
         return tuple(useful[:_MAX_PRICES] or _FREE for useful in self._counted(both, weights, below))
 

@@ -166,7 +166,7 @@ def runners_up_of(candidates: Sequence[Candidate]) -> tuple[RunnerUp, ...]:
 def _unlisted(answer: SearchAnswer) -> Iterator[str]:
     """Yield a warning if a part of the space was not searched."""
     if answer.unlisted is not None:
-        remedy = "of these equal widths alone were searched: limit pp_sizes, or list stage_widths"
+        remedy = "only equal widths of these were searched: limit pp_sizes, or list stage_widths"
         yield f"{answer.unlisted.text}, which leaves the gap; {remedy}"
 
 

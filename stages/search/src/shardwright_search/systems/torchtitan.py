@@ -277,7 +277,7 @@ def _with_experts(
         problem = f"expert_parallel_degree {ep_size} is not a multiple of tensor_parallel_degree {tp_size}"
         raise BadInput(file, problem, f"choose a multiple, or set expert_tensor_parallel_degree {tp_size}")
     if not borrows(ExpertStrategy(ep_size=ep_size, etp_size=etp_size), tp_size, cp_size):
-        problem = f"expert_parallel_degree {ep_size} beside context_parallel_degree {cp_size}"
+        problem = f"expert_parallel_degree {ep_size} does not fit context_parallel_degree {cp_size}"
         raise BadInput(file, problem, "choose a multiple of it, and of tensor_parallel_degree where etp is 1")
     if uniform.shard_groups > 1:
         raise BadInput(file, "data_parallel_replicate_degree with expert_parallel_degree", "leave it at 1")

@@ -289,7 +289,7 @@ def _observed(whole: Whole, samples: int, length: int) -> _Observed:
     if logits.shape[:2] != (samples, length):
         raise ValueError("its logits are not one row for each position of each sample")
     if both := early.keys() & late:
-        raise ValueError(f"{min(both)} runs before its blocks and behind them")
+        raise ValueError(f"{min(both)} runs both before its blocks and after them")
     at, others = forms[type(whole.blocks[0])]
     if any((where, more is None) != (at, others is None) for where, more in forms.values()):
         raise ValueError("its blocks give hidden states in several ways")
