@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from shardwright.io import atomic_path, remove_temporaries, write_bytes
-from shardwright.io import json as owners
 from shardwright.io.json import is_gone, this_process
 from shardwright.launch.lock import scratch_folder
 
@@ -58,7 +57,7 @@ def test_of_processes_elsewhere_and_of_other_users_nothing_is_known(
     gone = (host, pid, str(int(start) + 1))  # an earlier process of this number
     assert not is_gone(tmp_path, host, pid, start) and is_gone(tmp_path, *gone)
     assert not is_gone(tmp_path, f"{int(host, 16) ^ 1:08x}", *gone[1:])
-    monkeypatch.setattr(owners.os, "geteuid", lambda: os.getuid() + 1)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     assert not is_gone(tmp_path, *gone)
 
 
