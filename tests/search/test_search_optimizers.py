@@ -132,7 +132,7 @@ def test_what_is_of_one_optimizer_refuses_several_by_name(given):
     assert [one.optimizer for one in of_each_optimizer(several)] == ["adamw", "sgd"]
     with pytest.raises(BadInput, match="optimizer: adamw, sgd are several: name one here"):
         space_of(several, *others, FILE)
-    with pytest.raises(BadInput, match="optimizer: a certificate needs one"):
+    with pytest.raises(BadInput, match="optimizer: a certificate covers only one, not 2"):
         check_certifiable(several, FILE)
 
 

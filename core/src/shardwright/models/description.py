@@ -184,7 +184,10 @@ def wrong_window(family: Family, config: Config) -> str | None:
 
 
 def _checked(family: Family, given: Config, file: object) -> Config:
-    """Return all keys from which shapes are read, after checking that they are lengths."""
+    """Return a configuration under the usual keys, with defaults, after checking the values from which shapes are read.
+
+    Raises BadInput, naming `file`, for a value that is missing or invalid.
+    """
     configured = family.configured(given)
     if (wrong := wrong_values(family, given) or family.keys.wrong(configured)) is not None:
         raise BadInput(file, wrong, "correct the configuration")

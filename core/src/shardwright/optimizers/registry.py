@@ -32,11 +32,11 @@ _OTHERS = ("bias", "norm.weight", "relative_attention_bias.weight", "relative_po
 
 
 def matrix_dims(parameter: Parameter) -> tuple[int, int] | None:
-    """Return the two dims of the matrices of a block's parameter, which are stacked along its other dims, or None.
+    """Return the dims of rows and columns of a block's parameter; its other dims count stacked matrices.
 
-    None means that the parameter is not updated as whole matrices. A weight of three dims, not counting the dim of
-    experts, is fused: the dim before the one that tensor parallelism splits counts its parts. A copy is updated like
-    its original: the token table does not belong to a block.
+    None: the parameter is not updated as whole matrices. That includes a copy, because its original, the token table,
+    does not belong to a block. In a weight of three dims, not counting the dim of experts, several matrices are fused:
+    the dim before the one that tensor parallelism splits counts them.
     """
     dims = [dim for dim in range(len(parameter.shape)) if dim != parameter.ep_dim]
     if not parameter.trained or parameter.copy_of is not UNSET or parameter.name.endswith(_OTHERS):

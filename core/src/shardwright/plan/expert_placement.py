@@ -59,9 +59,10 @@ def load_misfit(load: ExpertLoad, model: Model) -> str | None:
 
 
 def imbalances(load: ExpertLoad, model: Model, ep_size: int) -> Mapping[str, float]:
-    """Return the imbalance of experts in `ep_size` groups, by layer type: the mean over the type's layers.
+    """Return the load of the fullest of `ep_size` groups of experts divided by a group's mean load, by layer type.
 
-    Types without experts are omitted. Raises ValueError if `ep_size` does not divide the experts of a layer.
+    1 is balanced. Values are means over a type's layers; types without experts are omitted. Raises ValueError if
+    `ep_size` does not divide the experts of a layer.
     """
     of_type: dict[str, list[float]] = {}
     for one in load.layers:

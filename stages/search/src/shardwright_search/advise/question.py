@@ -402,7 +402,7 @@ def _node_type(options: AdviseOptions, table: DeviceTable, key: str, per_node: i
     """Return a node type by its device, with memory budget and price as given or by default."""
     name, device = device_named(table, key, "--gpus")
     if device.memory_bytes is None:
-        raise BadInput("--gpus", f"the table has no memory of {key}", "choose another device")
+        raise BadInput("--gpus", f"the device table does not give the memory size of {key}", "choose another device")
     memory_gib = device.memory_bytes / GIB
     budget_gib = memory_gib * (1 - SPARE_SHARE)
     spare = f"{SPARE_SHARE:.0%} of {memory_gib:g} GiB left free: one in ten published runs so filled failed"

@@ -126,7 +126,10 @@ def _outcome(question: Question, result: SearchAnswer | Infeasible | str | None)
 
 
 def _searched(question: Question, search: Searched, deadline: float) -> SearchAnswer | Infeasible | str | None:
-    """Return the answer, or None if time was over; raise KeyboardInterrupt if Ctrl-C ended the search."""
+    """Return the answer, why no plan fits (Infeasible), why there is none (a sentence), or None if the time is over.
+
+    Raises KeyboardInterrupt if Ctrl-C ended the search.
+    """
     answer, left_s = None, left(deadline) or 0.0
     if left_s <= 0:
         return None

@@ -93,7 +93,10 @@ def written_files(files: Mapping[Path, str], executable: Container[Path]) -> Ite
 
 
 def _plan_to_export(options: ExportOptions) -> Reading:
-    """Return the plan of the file, a runner-up of its search, or a choice on the plan's devices, and its notes."""
+    """Return the plan to export, and notes on it: the file's plan, a runner-up of its search, or another plan.
+
+    `--against` specifies the other plan, for the model, cluster, batch size and settings of the file's plan.
+    """
     plan = read_document(options.plan, Plan)
     if options.runner_up is None and options.against is None:
         return Reading(plan)

@@ -159,7 +159,8 @@ def _check_proofs(
 def check_certifiable(request: SearchRequest, file: Path) -> None:
     """Raise BadInput for a request whose space no certificate covers."""
     if len(request.optimizers) > 1:
-        raise BadInput(file, "optimizer: a certificate needs one", "name it, or search without --certificate")
+        problem = f"optimizer: a certificate covers only one, not {len(request.optimizers)}"
+        raise BadInput(file, problem, "name one, or search without --certificate")
     if open_ := [each for each in request.schedules if each.interleaves]:
         problem = f"schedules: certificates do not cover {open_[0]}"
         raise BadInput(file, problem, "leave it out, or search without --certificate")

@@ -93,7 +93,10 @@ def _curves(profiles: Profiles, key: LayerKey, parts: int) -> dict[str, FitRow]:
 def _on_joint_curves(
     profiles: Profiles, key: LayerKey, size: int, figures: LayerFigures[float], curves: Mapping[str, FitRow]
 ) -> LayerFigures[float]:
-    """Return figures, each replaced by its joint curve's value if it has one; raise BadInput for a negative time."""
+    """Return figures, each replaced by the value of its curve over micro-batch sizes and lengths if it has one.
+
+    `size`: the micro-batch size. Raises BadInput if a value is negative.
+    """
     joint = {name: on_joint_curve(row, size, key.sequence_length) for name, row in curves.items()}
     if min(joint.values()) < 0:
         problem = f"{key}: the joint curve is negative at micro_batch_size {size}"

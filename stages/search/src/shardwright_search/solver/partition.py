@@ -81,13 +81,16 @@ class _StageContents(NamedTuple):
     """Labels of each run."""
 
     def options_of(self, label: int) -> tuple[int, ...]:
-        """Return the option of each layer under a label."""
+        """Return, for each layer of a label's run, the number of its option in the problem; `label`: its row here."""
         run = int(np.searchsorted(self.first, label, side="right")) - 1
         return self.labels[run].options_of(label - int(self.first[run]))
 
 
 class Level(NamedTuple):
-    """The labels after some stages, and their sources: the state before the last stage, and its possible contents."""
+    """The labels, which are partial solutions, of the first stages by state, and the `sources` that they extend.
+
+    A source is the state of a label before the last stage, and the contents that this stage can have.
+    """
 
     labels: dict[LabelState, Prefix]
     sources: list[tuple[LabelState, _StageContents]]

@@ -380,9 +380,10 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
                 yield from filter(choices.has_plans, sizes)
 
     def _demanded(self, configurations: Iterable[Configuration]) -> Iterator[Configuration]:
-        """Yield the configurations that meet the demands, once for each common strategy of embedding and head.
+        """Yield the configurations that meet the demands.
 
-        If embedding and head are as the layers, these have to share one strategy.
+        If embedding and head must be alike, each is yielded once for every strategy that both can have. If they must be
+        as the layers, each configuration must already name one strategy for all layers.
         """
         demands, choices = self.demands, self.instance.choices
         if demands == NO_DEMANDS:

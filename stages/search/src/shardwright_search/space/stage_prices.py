@@ -284,7 +284,10 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_method
     def _layouts(self, name: str, shardings: Shardings, topology: StageTopology) -> tuple[Ints, Ints]:
-        """Return the numbers of the input and output layouts of each strategy, or of the classes of tied parameters."""
+        """Return the index of the input layout, and of the output layout, of each strategy of a layer type.
+
+        For the embedding's input and the head's output, the number of the strategy's class of tied parameters instead.
+        """
         strategies = shardings.of_type(name, topology.size)
         numbers = np.array([shardings.layouts.index(layout_of(strategy)) for strategy in strategies])
         if name not in (EMBEDDING, HEAD):

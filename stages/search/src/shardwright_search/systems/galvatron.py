@@ -515,7 +515,7 @@ def _check_precision(plan: Plan, target: ExportTarget) -> None:
 
 
 def _check_strategies(plan: Plan, target: ExportTarget) -> DataParallelType:
-    """Return the file's `default_dp_type`; BadInput names the first layer that the file has no place for."""
+    """Return the file's `default_dp_type`; raise BadInput for the first strategy that the file cannot represent."""
     default: tuple[str, DataParallel] | None = None
     sharing: tuple[str, SequenceParallel] | None = None
     for where, strategy in strategies(plan):

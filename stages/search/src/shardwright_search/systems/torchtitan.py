@@ -277,8 +277,10 @@ def _with_experts(
         problem = f"expert_parallel_degree {ep_size} is not a multiple of tensor_parallel_degree {tp_size}"
         raise BadInput(file, problem, f"choose a multiple, or set expert_tensor_parallel_degree {tp_size}")
     if not borrows(ExpertStrategy(ep_size=ep_size, etp_size=etp_size), tp_size, cp_size):
-        problem = f"expert_parallel_degree {ep_size} does not fit context_parallel_degree {cp_size}"
-        raise BadInput(file, problem, "choose a multiple of it, and of tensor_parallel_degree where etp is 1")
+        factors = f"context_parallel_degree {cp_size}"
+        if etp_size == 1 < tp_size:
+            factors += f" x tensor_parallel_degree {tp_size}"
+        raise BadInput(file, f"expert_parallel_degree {ep_size} is not a multiple of {factors}", "choose a multiple")
     if uniform.shard_groups > 1:
         raise BadInput(file, "data_parallel_replicate_degree with expert_parallel_degree", "leave it at 1")
     return with_experts(file, setting.model, uniform, ep_size, etp_size)
@@ -338,7 +340,8 @@ def _scheduled(file: str, parallel: Mapping[str, Any], plan: Plan) -> Plan:
     chunks = len(plan.stages[0].layers)
     if (chunks > 1) != (name in _OF_RANGES):
         problem = f"pipeline_parallel_schedule {name} with {chunks} layer ranges a stage is not priced"
-        raise BadInput(file, problem, "list the modules of each part in module_fqns_per_model_part, as it needs them")
+        wanted = "several parts" if name in _OF_RANGES else "one part"
+        raise BadInput(file, problem, f"list {wanted} for each stage in module_fqns_per_model_part")
     if kind.turns and chunks != 2:
         problem = f"pipeline_parallel_schedule {name} needs 2 layer ranges a stage, not {chunks}"
         raise BadInput(file, problem, "list two parts for each stage in module_fqns_per_model_part")

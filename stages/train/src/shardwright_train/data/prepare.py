@@ -356,7 +356,11 @@ def _end_with_parent() -> None:
 
 
 def _follow(made: Iterator[tuple[int, int]], size: int) -> None:
-    """Print the progress and the remaining time while shards are made from a corpus of `size`."""
+    """Print the progress and the remaining time while shards are made from a corpus.
+
+    `made`: the number of tokens of each shard, and the position in the corpus after it. `size`: the size of the corpus,
+    in the unit of these positions: bytes, or rows of a data set.
+    """
     began_s = said_s = time.monotonic()
     tokens, first_at = 0, None
     for more, at in made:

@@ -268,7 +268,8 @@ def check_growth(tokenizer: Mapping[str, Any], file: object) -> None:
     """
     rules = [*_rules(tokenizer.get("normalizer")), *_rules(tokenizer.get("pre_tokenizer"))]
     if len(rules) > _MOST_RULES:
-        raise BadInput(file, f"has {len(rules)} normalizers and pre-tokenizers, over {_MOST_RULES}", _REMEDY)
+        problem = f"has {len(rules)} normalizers and pre-tokenizers, over {_MOST_RULES}"
+        raise BadInput(file, problem, "use a tokenizer with fewer of them")
     for rule in rules:
         _check_rule(rule, file)
     if (named := len(_named(rules))) > _MOST_CHARACTERS:

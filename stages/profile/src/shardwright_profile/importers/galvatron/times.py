@@ -49,9 +49,7 @@ class _Defects:
 
     def report(self, problem: str, remedy: str) -> None:
         if not self._repair:
-            raise BadInput(
-                self.file, problem, "measure it again, or pass --repair to leave out or level what cannot be"
-            )
+            raise BadInput(self.file, problem, "measure it again, or pass --repair to leave out or level such values")
         self.notes.append(f"{problem}: {remedy}.")
 
 
