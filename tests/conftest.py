@@ -2,7 +2,9 @@
 
 import gc
 import importlib
+import math
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,14 +17,17 @@ from shardwright.display import columns
 gc.disable()
 os.environ.pop("COLUMNS", None)
 os.unsetenv("COLUMNS")  # which readline sets for child processes, unseen by os.environ, as pytest imports it
+_BEGAN_S = time.monotonic()
 _PIPED_WIDTH = columns.PIPED_WIDTH
 columns.PIPED_WIDTH = 4000  # Lines are read whole; how they are broken has its own tests.
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--every N`, by which continuous integration stays within its time."""
+    """Add `--every N` and `--minutes M`, by which continuous integration stays within its time on any machine."""
     text = "of each long test with several cases, run the first case and every Nth after it"
     parser.addoption("--every", type=int, default=1, metavar="N", help=text)
+    text = "begin no long test later than M minutes after the start: it is skipped, and -rs says how many were"
+    parser.addoption("--minutes", type=float, default=math.inf, metavar="M", help=text)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -35,6 +40,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = kept
     if left:
         config.hook.pytest_deselected(items=left)
+
+
+@pytest.hookimpl(tryfirst=True)  # before any fixture is made
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a long test once the `--minutes` are over."""
+    minutes = item.config.getoption("minutes")
+    if item.get_closest_marker("long") and time.monotonic() - _BEGAN_S > 60 * minutes:
+        pytest.skip(f"not begun: the {minutes:g} minutes of --minutes are over")
 
 
 @pytest.fixture(scope="session")
