@@ -86,5 +86,5 @@ def test_a_column_is_added_by_a_line_in_the_key_and_one_in_the_tables(tmp_path):
         (package / name).write_text(text.replace(before, before + line))
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT / 'tests/search'}"}
     command = [sys.executable, str(Path(__file__).with_name("column_of_the_key.py")), str(tmp_path)]
-    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=120)
+    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=300)
     assert (done.returncode, done.stdout) == (0, "priced by gp_size\n"), done.stderr

@@ -123,7 +123,7 @@ others = "shardwright_train", "shardwright_profile", "shardwright.launch"
 odd = {"torch", "transformers", "pandas", "snakemake", *others} & sys.modules.keys()
 raise SystemExit(", ".join(odd) or 0)
 """
-    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, timeout=300)
     assert done.returncode == 0 and " s a step, " in done.stdout, done.stderr
     assert "batch: 512 samples, about 4 Mi tokens a step as published runs took (--batch)" in done.stdout
     assert "H100: taken for H100-SXM (--gpus)" in done.stdout

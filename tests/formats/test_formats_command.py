@@ -193,7 +193,7 @@ def test_a_number_without_limits_is_no_option():
 
 def _shell(command, tmp_path):
     line = f"{sys.executable} {Path(__file__).with_name('front_door.py')} {command}"
-    return subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    return subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize("redirection", [">/dev/full", ">&-", "2>&-"])
@@ -207,9 +207,9 @@ def test_a_stream_that_takes_nothing_is_no_success(tmp_path, redirection):
 def test_a_command_ends_quietly_where_nobody_reads_what_it_says(tmp_path, unread, arguments, exit_code):
     """As `head -1` leaves it, of both streams; what is wrong with a command stays its exit code."""
     command = [sys.executable, Path(__file__).with_name("front_door.py"), *arguments.split()]
-    alone = subprocess.run(command, cwd=tmp_path, stdout=unread, stderr=subprocess.PIPE, timeout=60)
+    alone = subprocess.run(command, cwd=tmp_path, stdout=unread, stderr=subprocess.PIPE, timeout=300)
     assert (alone.returncode, alone.stderr.count(b"\n")) == (exit_code, exit_code == 2)
-    assert subprocess.run(command, cwd=tmp_path, stdout=unread, stderr=unread, timeout=60).returncode == exit_code
+    assert subprocess.run(command, cwd=tmp_path, stdout=unread, stderr=unread, timeout=300).returncode == exit_code
     assert list(tmp_path.iterdir()) == []
 
 
@@ -219,7 +219,7 @@ def test_a_file_size_limit_is_one_line_and_leaves_no_folder(tmp_path):
     (tmp_path / "out").unlink()
     program = f"{sys.executable} {Path(__file__).with_name('front_door.py')}"
     line = f"ulimit -f 1; {program} write {'a ' * 2000} --out new/folders/out"
-    ended = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1) and "out" in ended.stderr
     assert list(tmp_path.iterdir()) == []
 

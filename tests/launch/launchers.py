@@ -19,7 +19,7 @@ from shardwright.launch.nodes import Nodes
 from shardwright.launch.ranks import launch
 
 RANK = Path(__file__).with_name("launched_rank.py")
-STARTED_S = 60.0
+STARTED_S = 300.0
 HANG_S = 2.0
 SEVERAL = {"SEVERAL_NODES": "1", SECRET_VARIABLE: "0123456789abcdef" * 2}
 """What launchers of several nodes, and their ranks, have in their environment."""

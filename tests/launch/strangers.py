@@ -92,7 +92,7 @@ LOOPBACK = {"0100007F", "0" * 24 + "01000000"}
 def molest(folder: Path, ports: Iterable[int]) -> dict[str, str]:
     """Have a process of its own call these ports of loopback, and return what it was answered."""
     command = [sys.executable, __file__, str(folder), *map(str, ports)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     answers: dict[str, str] = json.loads(done.stdout)
     return answers
 

@@ -30,7 +30,7 @@ def _start(folder: Path, *arguments: object, **variables: str) -> Command:
 
 def _as_users_do(*arguments: object) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-c", "from shardwright_profile.cli import main; main()", "hardware"]
-    return subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, timeout=150)
+    return subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, timeout=300)
 
 
 def _start_long_sweep(folder: Path, cluster: Cluster) -> Command:
@@ -139,7 +139,7 @@ def test_two_launchers_of_one_rank_each_measure_across_nodes(make_cluster, tmp_p
         environment |= {"SHARDWRIGHT_SECRET": "0123456789abcdef" * 2}  # for each has an output of its own
         launchers.append(_start(tmp_path, *given, "--out", tmp_path / f"{node}.h5", **environment))
     for launcher in launchers:
-        _, errors = launcher.communicate(timeout=120)
+        _, errors = launcher.communicate(timeout=300)
         assert launcher.returncode == 0, errors
     profile = read_hardware_profile(tmp_path / "0.h5")
     assert {key.group.across_nodes for key in profile.curves} == {True}
@@ -150,7 +150,7 @@ def test_a_killed_rank_ends_the_others_and_is_named(make_cluster, tmp_path):
     sweep = _start_long_sweep(tmp_path, make_cluster((1, 2)))
     sweep.until_said("1/12 devices", 60)  # the ranks have met
     os.kill(sweep.ranks()[1][0], signal.SIGKILL)
-    _, errors = sweep.communicate(timeout=30)
+    _, errors = sweep.communicate(timeout=300)
     assert sweep.returncode == 4
     line = r"error: rank 1: was killed by SIGKILL (timing|measuring|before) .*: the other ranks were ended"
     assert re.fullmatch(line, errors.splitlines()[-1])
@@ -163,7 +163,7 @@ def test_a_signal_to_the_launcher_ends_all_ranks_in_order(make_cluster, tmp_path
     sweep = _start_long_sweep(tmp_path, make_cluster((1, 2)))
     _wait_for_ranks(sweep, 2)
     sweep.send_signal(number)
-    _, errors = sweep.communicate(timeout=30)
+    _, errors = sweep.communicate(timeout=300)
     assert sweep.returncode == 75
     assert re.fullmatch(r"error: stopped .*: run the same command again", errors.splitlines()[-1])
     assert sweep.ranks() == {}
@@ -174,7 +174,7 @@ def test_ranks_end_when_their_launcher_is_killed(make_cluster, tmp_path):
     sweep = _start_long_sweep(tmp_path, make_cluster((1, 1)))
     _wait_for_ranks(sweep, 1)
     sweep.kill()
-    sweep.communicate(timeout=30)
+    sweep.communicate(timeout=300)
     until = time.monotonic() + 90
     while sweep.ranks() and time.monotonic() < until:
         time.sleep(0.1)

@@ -47,7 +47,7 @@ def _profile() -> HardwareProfile:
 def test_show_ends_quietly_where_nobody_reads_it(tmp_path, unread):
     write_hardware_profile(tmp_path / "h.h5", _profile())
     command = [Path(sys.executable).with_name("shardwright-profile"), "show", tmp_path / "h.h5"]
-    ended = subprocess.run(command, stdout=unread, stderr=subprocess.PIPE, timeout=60)
+    ended = subprocess.run(command, stdout=unread, stderr=subprocess.PIPE, timeout=300)
     assert (ended.returncode, ended.stderr) == (141, b"")
 
 

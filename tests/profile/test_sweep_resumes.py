@@ -37,7 +37,7 @@ def _start(cluster: Path, out: Path, *options: object, fault: Fault | None = Non
 
 
 def _finished(sweep: Command) -> str:
-    _, errors = sweep.communicate(timeout=150)
+    _, errors = sweep.communicate(timeout=300)
     assert sweep.returncode == 0, errors
     return errors
 
@@ -50,7 +50,7 @@ def _killed_after(sweep: Command, journal: Path, lines: int) -> bytes:
         assert time.monotonic() < until
         time.sleep(0.0005)
     sweep.kill()
-    sweep.communicate(timeout=30)
+    sweep.communicate(timeout=300)
     while sweep.ranks():
         assert time.monotonic() < until
         time.sleep(0.01)

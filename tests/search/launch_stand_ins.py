@@ -100,7 +100,7 @@ def started(
     """A script of the folder, run to its end."""
     command = ["bash", str(script), *arguments]
     return subprocess.run(
-        command, env=environment, cwd=cwd or Path("/"), capture_output=True, text=True, timeout=60, check=False
+        command, env=environment, cwd=cwd or Path("/"), capture_output=True, text=True, timeout=300, check=False
     )
 
 

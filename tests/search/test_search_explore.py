@@ -29,7 +29,7 @@ def server():
 
 def asked(server, path, host=None, **given):
     """A request as a browser sends it, and its answer: status, headers and content."""
-    connection = HTTPConnection("127.0.0.1", server.server_port, timeout=120)
+    connection = HTTPConnection("127.0.0.1", server.server_port, timeout=300)
     connection.request("GET", f"{path}?{urlencode(given)}", headers={} if host is None else {"Host": host})
     response = connection.getresponse()
     content = response.read()

@@ -248,7 +248,7 @@ def test_no_success_is_claimed_that_nobody_can_read(given, tmp_path, command, re
     out = f"--out {tmp_path}/new.json" if command in WRITING else ""
     line = f"{sys.executable} -m shardwright_search.cli {COMMANDS[command].format(given)} {out} {redirection}"
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    ended = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, env=buffered)
+    ended = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=300, env=buffered)
     assert ended.returncode == 2
     assert ended.stderr.splitlines()[-1].startswith("error: standard output: ")
     assert list(tmp_path.iterdir()) == []

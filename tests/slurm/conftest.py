@@ -15,7 +15,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = tmp_path_factory.mktemp("slurm")
     subprocess.run([HERE / "loopback.sh", "up", str(folder), str(NODES)], check=True, timeout=600)
     yield
-    subprocess.run([HERE / "loopback.sh", "down", str(folder)], check=True, timeout=120)
+    subprocess.run([HERE / "loopback.sh", "down", str(folder)], check=True, timeout=300)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 NODES = 2
 _STATUS = ("--shardwright-status-command", "sacct") if os.environ.get("ACCOUNTING") == "1" else ()
 """Where loopback.sh has accounting, states of jobs are asked of it, as the plugin does by itself."""
-COMMAND_S = 60.0
+COMMAND_S = 300.0
 """What a command of Slurm's may take."""
 
 
@@ -165,7 +165,9 @@ def hold_back(job: str) -> None:
 
 def bring_back(node: str) -> None:
     """Start a node that had failed, which Slurm takes back when it registers."""
-    subprocess.run(["slurmd", "-N", node], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True, timeout=60)
+    subprocess.run(
+        ["slurmd", "-N", node], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True, timeout=COMMAND_S
+    )
     seen = ("sinfo", "--noheader", "--partition=main", f"--nodes={node}", "--format=%T")
     until(lambda: slurm(*seen) == "idle", f"{node} is back")
 

@@ -95,7 +95,7 @@ def test_a_run_logs_the_load_of_all_its_steps(tmp_path: Path) -> None:
     command += ["--checkpoints", str(tmp_path / "checkpoints"), "--learning-rate", "0.05"]
     for more, status in ((["--max-time-s", "1"], (0, 75)), ([], (0,))):
         ended = forked_command([*command, *more])
-        _, err = ended.communicate(timeout=120)
+        _, err = ended.communicate(timeout=300)
         assert ended.returncode in status, err
     load = read_document(tmp_path / "out" / LOAD, ExpertLoad)
     assert (load.first_step, load.last_step, [one.layer for one in load.layers]) == (1, 20, [0, 1])

@@ -99,12 +99,10 @@ def check(folder: Path, plans: tuple[Plan, ...]) -> None:
             assert [n for n in one if not same(one[n], other[n])] == [], (name, pair)
 
 
-@pytest.mark.timeout(300)
 def test_placed_experts_get_the_predicted_rows_and_runs_resume_from_one_placement_in_another(tmp_path: Path) -> None:
     check(tmp_path, PLANS)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_so_do_other_families_and_optimizers(tmp_path: Path) -> None:
     check(tmp_path, MORE)

@@ -87,7 +87,7 @@ def _run(folder: Path, model: Model, steps: int, *options: object) -> Path:
     given = ["--data", "random", "--weights", folder / "base", "--out", folder / "out", "--log-to", "none"]
     given += ["--learning-rate-schedule", "constant", *options]  # more steps follow
     run = forked_command(("run", folder / "plan.json", *given, "--checkpoints", folder / "kept", "--steps", steps))
-    _, said = run.communicate(timeout=170)
+    _, said = run.communicate(timeout=300)
     assert run.returncode == 0, said
     out = folder / f"adapter{steps}"
     ended = call(APP, "convert", folder / "out/DONE.json", "--plan", folder / "plan.json", "--out", out)

@@ -101,7 +101,6 @@ def two_ranks(compare: Compare) -> Errors:
     return compare(_on_two(), MUTATIONS)
 
 
-@pytest.mark.timeout(600)
 def test_plans_on_two_ranks_train_exactly_as_one_process(two_ranks: Errors) -> None:
     """Loss, each depth's loss, gradients, norm, loads of experts and parameters after three steps."""
     plans = [plan.name for plan in _on_two()]
@@ -129,7 +128,6 @@ def test_plans_on_four_ranks_train_exactly_as_one_process(compare: Compare) -> N
     assert {name: errors for name, errors in found.items() if max(errors.values()) > TOLERANCE} == {}
 
 
-@pytest.mark.timeout(600)
 def test_messages_of_a_step_are_counted_as_they_are_sent() -> None:
     for plan in (random_plan(TIED, 0, 2), with_shared_experts(random_plan(V3, 121, 2, stages=1), 121)):
         checks = check_roles(plan, family_named(plan.model.family, "test"), "sdpa", lambda *_: None)

@@ -77,6 +77,6 @@ def test_a_run_goes_on_while_a_step_is_written_and_saves_it_afterwards(tmp_path:
     write_document(tmp_path / "plan.json", random_plan(tiny("llama", vocab_size=260), 0, 1, "float32"))
     files = ("--data", tmp_path / "data", "--checkpoints", tmp_path / "kept", "--out", tmp_path)
     run = forked_command(("run", tmp_path / "plan.json", "--steps", 2, *files), fault=Fault(0, write_steps_late))
-    _, error = run.communicate(timeout=90)
+    _, error = run.communicate(timeout=300)
     assert run.returncode == 0, error
     assert [json.loads(line)["step"] for line in (tmp_path / METRICS).read_text().splitlines()] == [1, 2]

@@ -41,7 +41,6 @@ PLANS = (
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_replicas_of_shards_are_saved_once_and_other_plans_go_on_from_them(tmp_path: Path) -> None:
     told = saved(tmp_path, run_worker, [*PLANS[:2], PLANS[4]])
     assert max(one.error for one in resumed(tmp_path, run_worker, PLANS[1:], told)) < TOLERANCE

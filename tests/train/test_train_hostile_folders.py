@@ -48,7 +48,7 @@ def _start(work: Path, out: Path, *options: str) -> Command:
 
 
 def _ended(command: Command) -> tuple[int | None, str]:
-    _, error = command.communicate(timeout=120)
+    _, error = command.communicate(timeout=300)
     return command.returncode, error
 
 

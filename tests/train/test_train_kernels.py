@@ -307,7 +307,7 @@ def test_a_measurement_names_what_auto_took(tmp_path: Path) -> None:
     write_document(tmp_path / "plans.json", Plans(plans=plans))
     asked = ["--steps", 1, "--warmup-steps", 1, "--out", tmp_path / "measurement.json"]
     done = forked_command(["measure", tmp_path / "plans.json", *asked])
-    _, err = done.communicate(timeout=120)
+    _, err = done.communicate(timeout=300)
     assert done.returncode == 0 and "attention: eager, sdpa (auto)\n" in err, err
     measured = read_document(tmp_path / "measurement.json", Measurement)
     assert (measured.attention, measured.attention_by) == ("sdpa", "flash")

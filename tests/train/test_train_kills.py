@@ -12,7 +12,6 @@ LIMIT_S = 500
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 def test_a_run_that_is_killed_at_random_moments_comes_to_the_same_bits(tmp_path: Path) -> None:
     script = Path(__file__).with_name("run_kills.py")
     command = [sys.executable, script, "--kills", "3", "--seed", "1", "--work", tmp_path / "work"]

@@ -134,7 +134,7 @@ def measured(folder: Path) -> Measured:
     write_document(folder / "plans.json", Plans(plans=plans, in_turns=(in_turns,), context=context))
     asked = ["--steps", REPEATS, "--warmup-steps", 1, "--trace", folder / "traces", "--out", folder / "out.json"]
     done = forked_command(["measure", folder / "plans.json", *asked])
-    _, err = done.communicate(timeout=170)
+    _, err = done.communicate(timeout=300)
     assert done.returncode == 0, err
     return {m.plan.name: m for m in read_document(folder / "out.json", Measurement).plans}
 

@@ -33,7 +33,7 @@ def _train(folder: Path, plan: Plan, *more: str) -> list[float]:
     write_document(folder / "plan.json", plan)
     command = ["run", folder / "plan.json", "--data", "random", "--steps", "3", *more]
     done = forked_command([*command, "--checkpoints", folder / "kept", "--out", folder / "out"])
-    _, err = done.communicate(timeout=120)
+    _, err = done.communicate(timeout=300)
     assert done.returncode == 0, err
     return [json.loads(line)["loss"] for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
 
@@ -61,7 +61,7 @@ def test_a_measurement_on_a_slowed_node_type_is_of_that_type(plan: Plan, tmp_pat
     write_document(tmp_path / "plan.json", on_devices(plan, "cpu/3", "cpu/3"))
     command = ["measure", tmp_path / "plan.json", "--all-nodes-here", "--steps", "1", "--warmup-steps", "1"]
     done = forked_command([*command, "--out", tmp_path / "measured.json"])
-    _, err = done.communicate(timeout=120)
+    _, err = done.communicate(timeout=300)
     assert done.returncode == 0, err
     assert read_document(tmp_path / "measured.json", Measurement).device == "cpu/3"
 
@@ -69,7 +69,7 @@ def test_a_measurement_on_a_slowed_node_type_is_of_that_type(plan: Plan, tmp_pat
 def test_without_the_option_the_line_of_each_node_is_printed(plan: Plan, tmp_path: Path) -> None:
     write_document(tmp_path / "plan.json", on_devices(plan, "cpu", "cpu/3"))
     done = forked_command(["measure", tmp_path / "plan.json", "--out", tmp_path / "measured.json"])
-    out, err = done.communicate(timeout=60)
+    out, err = done.communicate(timeout=300)
     assert done.returncode == 2 and "is for 2 nodes, --nnodes is 1" in err
     assert out.count("--node-rank") == 2
 

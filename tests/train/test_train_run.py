@@ -66,7 +66,7 @@ def as_users_do(work: Path, plan: Path, name: str) -> "subprocess.Popen[str]":
 
 
 def finish(process: "subprocess.Popen[str] | Command") -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     return process.returncode, out, err
 
 

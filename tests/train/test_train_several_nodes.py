@@ -43,7 +43,7 @@ def _placed(plan: Plan, device: str) -> Plan:
 def _both(places: list[Place], *arguments: object) -> None:
     """Run a command on both nodes, to its good end."""
     started = [forked_command((*arguments, *options), variables) for options, variables in places]
-    errors = [command.communicate(timeout=150)[1] for command in started]
+    errors = [command.communicate(timeout=300)[1] for command in started]
     assert [command.returncode for command in started] == [0, 0], errors
 
 
@@ -58,7 +58,7 @@ def _both_as_users_do(places: list[Place], *arguments: object) -> None:
         )
         for options, variables in places
     ]
-    errors = [process.communicate(timeout=150)[1] for process in started]
+    errors = [process.communicate(timeout=300)[1] for process in started]
     assert [process.returncode for process in started] == [0, 0], errors
 
 
@@ -86,7 +86,7 @@ def test_two_nodes_measure_a_plan_under_srun(work: Path, tmp_path: Path) -> None
 def test_the_line_of_each_node_is_printed_and_starts_it(work: Path, tmp_path: Path) -> None:
     command = ["measure", work / "plan.json", "--out", tmp_path / "out.json", "--steps", 1, "--warmup-steps", 1]
     asked = subprocess.run(
-        [sys.executable, "-m", "shardwright_train.cli", *map(str, command)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "shardwright_train.cli", *map(str, command)], capture_output=True, text=True, timeout=300
     )
     assert (asked.returncode, asked.stderr.count("\n")) == (2, 1), asked.stderr
     assert "plan.json: is for 2 nodes, --nnodes is 1: start it on every node: the lines are printed" in asked.stderr

@@ -20,7 +20,7 @@ from shardwright.io import write_document
 from shardwright.types import Cluster, NodeGroup
 from shardwright_train.data.prepare import prepare
 
-IN_STEPS_S = 90.0
+IN_STEPS_S = 300.0
 
 
 def _one_node(_nodes: int, _folder: Path) -> list[Place]:
@@ -46,7 +46,7 @@ def test_a_stranger_changes_nothing_of_a_run(tmp_path: Path, place: Callable[[in
     assert _until_in_steps(started) == before
     for command in started:
         command.send_signal(signal.SIGTERM)
-    shown = [command.communicate(timeout=60) for command in started]
+    shown = [command.communicate(timeout=300) for command in started]
     assert [command.returncode for command in started] == [75] * len(started), shown
     assert "Traceback" not in str(shown) and "restarting" not in str(shown), shown
 

@@ -51,7 +51,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PlanMeasurem
     write_document(folder / "plans.json", Plans(plans=tuple(map(_plan, PLANS))))
     asked = ["--steps", 3, "--warmup-steps", 1, "--out", folder / "out.json"]
     done = forked_command(["measure", folder / "plans.json", *asked])
-    _, err = done.communicate(timeout=170)
+    _, err = done.communicate(timeout=300)
     assert done.returncode == 0, err
     return {found.plan.name: found for found in read_document(folder / "out.json", Measurement).plans}
 

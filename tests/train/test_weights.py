@@ -69,7 +69,6 @@ def pairs(all_forms: bool, ranks: int) -> list[Plan]:
     return found
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("all_forms", "ranks"), rest_long(1, [(True, 2), (True, 4), (False, 4)]))
 def test_weights_come_out_as_they_went_in_and_train_as_transformers_does(
     tmp_path: Path, all_forms: bool, ranks: int

@@ -36,7 +36,6 @@ def mixed_plan() -> Plan:
     return msgspec.structs.replace(plan, precision=single, global_batch_size=4, num_microbatches=1)
 
 
-@pytest.mark.timeout(600)
 def test_minilm_begins_without_a_head_learns_and_opens_in_transformers(tmp_path: Path) -> None:
     plan = mixed_plan()
     write_document(tmp_path / "plan.json", plan)

@@ -56,7 +56,7 @@ def call(tmp_path):
         (tmp_path / "Snakefile").write_text(SNAKEFILE.replace("CONTENT", content))
         (tmp_path / "ran").write_text("")
         command = Path(sys.executable).parent / "snakemake", "--cores", "1", *options
-        done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=100)
+        done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=300)
         assert done.returncode == 0, done.stderr
         return {*(tmp_path / "ran").read_text().split()}, done.stdout
 

@@ -288,7 +288,7 @@ def test_the_documents_are_what_the_configuration_says(finished):
 def _demo(workspace):
     done = subprocess.run(
         ["bash", "workflow/scripts/demo.sh", "2"], cwd=workspace.folder, env=workspace.environment(), text=True,
-        capture_output=True, timeout=90,
+        capture_output=True, timeout=300,
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
 

@@ -26,7 +26,7 @@ CALLS = [
     call for call in told("snakemake") if "--executor" in call.words and "--default-storage-provider" in call.words
 ]
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

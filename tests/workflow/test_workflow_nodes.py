@@ -155,7 +155,7 @@ def test_one_machine_stands_for_all_nodes_where_the_configuration_says_so(finish
 def _on_nodes(*words, **environment):
     script = ROOT / "workflow/scripts/on_nodes.sh"
     done = subprocess.run(
-        [script, *words], capture_output=True, text=True, check=True, timeout=60, env=os.environ | environment
+        [script, *words], capture_output=True, text=True, check=True, timeout=300, env=os.environ | environment
     )
     return done.stdout.strip()
 

@@ -31,7 +31,7 @@ main(sys.argv[1:])
 def _bare_snakemake(folder, *arguments):
     command = [sys.executable, "-c", BARE, *arguments]
     environment = os.environ | {"XDG_CACHE_HOME": str(folder)}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
 
 
 def test_snakemake_alone_lints_the_rules_and_says_what_jobs_need(tmp_path):

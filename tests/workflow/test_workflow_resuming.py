@@ -18,7 +18,7 @@ def _resumed(tmp_path, times, *command, reason="max_time_s", **environment):
     writes = f"echo '{json.dumps({'reason': reason})}' > {note}; exit"
     command = [word.replace("exit 75", f"{writes} 75").replace("exit 143", f"{writes} 143") for word in command]
     return subprocess.run(
-        [SCRIPT, str(times), note, *command], capture_output=True, text=True, check=False, timeout=60,
+        [SCRIPT, str(times), note, *command], capture_output=True, text=True, check=False, timeout=300,
         env=os.environ | environment,
     )  # fmt: skip
 
@@ -109,7 +109,7 @@ def test_a_node_whose_slurmd_takes_no_connection_is_lost(tmp_path, slurmd):
     def lost(port):
         job = _slurm(tmp_path, node=f"State=ALLOCATED NodeAddr=127.0.0.1 Port={port}")
         command = [SCRIPT.with_name("lost_node.sh"), "7", "1"]
-        return subprocess.run(command, env=os.environ | job, capture_output=True, text=True, check=False, timeout=60)
+        return subprocess.run(command, env=os.environ | job, capture_output=True, text=True, check=False, timeout=300)
 
     assert (lost(slurmd).returncode, lost(slurmd).stdout) == (1, "")
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -48,7 +48,7 @@ def _serve(server):
         with connection, connection.makefile("rw") as stream:
             words, environment, folder = json.loads(stream.readline())
             command = forked_command(words, environment, working_folder=Path(folder))
-            said = command.communicate(timeout=120)
+            said = command.communicate(timeout=300)
             stream.write(json.dumps([command.returncode, *said]) + "\n")
 
 

@@ -194,7 +194,7 @@ def test_no_text_of_a_configuration_runs_as_a_command(hostile):
             if path.startswith("results/"):
                 (workspace.folder / path).parent.mkdir(parents=True, exist_ok=True)
         done = subprocess.run(
-            ["/bin/bash", "-c", command], cwd=workspace.folder, timeout=60, stdin=subprocess.DEVNULL,
+            ["/bin/bash", "-c", command], cwd=workspace.folder, timeout=300, stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE, text=True, env={"PATH": str(programs), "ARGUMENTS": str(arguments)},
         )  # fmt: skip
         assert "syntax error" not in done.stderr

@@ -288,7 +288,7 @@ def test_scripts_that_there_is_no_room_for_leave_no_folder(tmp_path):
     write_document(tmp_path / "plan.json", mixed_plan())
     program = Path(sys.executable).with_name("shardwright-search")
     line = f"ulimit -f 1; {program} export plan.json --to megatron --out new/args --launch scripts"
-    ended = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
     assert ended.stderr.startswith("error: scripts/node.sh: File too large: ")
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
