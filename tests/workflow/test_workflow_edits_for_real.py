@@ -7,7 +7,7 @@ import yaml
 from documented import rebuilding_rows
 
 ROWS = rebuilding_rows()
-LIMIT_S = 900
+LIMIT_S = 2400
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(LIMIT_S)]
 
