@@ -48,9 +48,10 @@ from shardwright_train.parallel.world import World, joined_world
 from shardwright_train.pipeline.runner import Step
 from shardwright_train.pipeline.stage import Stage
 
-__all__ = ["LENGTH", "Prepared", "compute_in_float64", "main", "plans_of", "prepared"]
+__all__ = ["LENGTH", "TOLERANCE", "Prepared", "compute_in_float64", "main", "plans_of", "prepared"]
 
 LENGTH, STEPS, SAMPLES = 16, 2, 4
+TOLERANCE = 1e-10
 SETTINGS = replace(USUAL, eps=1e-4)
 """With the usual eps, AdamW would make 1e-8 of a difference of 1e-16 in gradients that are almost 0."""
 
@@ -156,10 +157,15 @@ def _plan(
 
 
 class _Reference:
-    """The stock class in one process, with torch's AdamW and clipping."""
+    """The stock class in one process, with torch's AdamW and clipping.
 
-    def __init__(self, model: Model, batches: Sequence[Batch]) -> None:
+    `rounded`: whether each initial weight is first moved by one rounding, up or down at random.
+    """
+
+    def __init__(self, model: Model, batches: Sequence[Batch], *, rounded: bool = False) -> None:
         stock = initial_stock(model)
+        if rounded:
+            _move_by_one_rounding(stock)
         _check_causal(stock, batches[0]["tokens"])
         self.named = named_parameters(stock, model) if model.low_rank is UNSET else adapted(stock, model)
         learned = [p for p in self.named.values() if p.requires_grad]
@@ -184,6 +190,14 @@ class _Reference:
             self.losses.append(loss.item())
         self.parameters = {n: p.detach() for n, p in self.named.items()}
 
+    def distance(self, other: "_Reference") -> float:
+        """The largest difference from another in what `_compare` compares, relative where values are over 1."""
+        pairs = [(a, other.gradients[n]) for n, a in self.gradients.items()]
+        pairs += [(a, other.parameters[n]) for n, a in self.parameters.items()]
+        pairs += [(torch.tensor(a), torch.tensor(b)) for a, b in zip(self.norms, other.norms, strict=True)]
+        far = [(a - b).abs().max().item() / max(1.0, b.abs().max().item()) for a, b in pairs if a.numel()]
+        return max(far + [abs(a - b) for a, b in zip(self.losses, other.losses, strict=True)])
+
     def part(self, values: dict[str, Tensor], stage: Stage) -> list[Tensor]:
         """What this rank should hold of some values of trained parameters."""
         model, family, me, found = stage.context.plan.model, stage.context.family, stage.context.me, []
@@ -195,6 +209,14 @@ class _Reference:
                 value = value.view(described[local].shape)
                 found.append(value[tuple(slice(low, high) for low, high in box)])
         return found
+
+
+def _move_by_one_rounding(stock: nn.Module) -> None:
+    drawn = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in stock.parameters():
+            signs = torch.randint(0, 2, parameter.shape, generator=drawn) * 2 - 1
+            parameter.mul_(1 + signs * torch.finfo(parameter.dtype).eps)
 
 
 def _check_causal(stock: nn.Module, tokens: Tensor) -> None:
@@ -258,7 +280,10 @@ def prepared(config_file: str) -> Prepared | str:
 
 
 def main(config_file: str, result_file: str, *names: str) -> None:
-    """Write the largest error of each plan, or of those that are named."""
+    """Write the largest error of each plan, or of those that are named.
+
+    If one is over the tolerance, what the stock class itself makes of a rounding of its weights is written beside it.
+    """
     found = prepared(config_file)
     assert isinstance(found, Prepared), found
     torch.set_default_dtype(torch.float64)
@@ -266,7 +291,11 @@ def main(config_file: str, result_file: str, *names: str) -> None:
         groups, plans = Groups("cpu"), [plan for plan in plans_of(found.model) if not names or plan.name in names]
         errors = {plan.name: _compare(plan, found.batches, found.reference, groups, world) for plan in plans}
         if world.rank == 0:
-            Path(result_file).write_text(json.dumps({"errors": errors, "undivided": undivided(found.model, 2)}))
+            result = {"errors": errors, "undivided": undivided(found.model, 2)}
+            if max(errors.values()) > TOLERANCE:
+                rounded = _Reference(found.model, found.batches, rounded=True)
+                result["rounding"] = found.reference.distance(rounded)
+            Path(result_file).write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
